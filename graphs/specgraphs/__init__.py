@@ -1,0 +1,1 @@
+"""What each engine computes: tracing, graph passes and precision."""

@@ -1,0 +1,1 @@
+"""Speculative decoding over exported engines: draft, verify, roll back, without PyTorch."""

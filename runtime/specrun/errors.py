@@ -1,0 +1,36 @@
+"""Every error that specrun raises on purpose.
+
+    SpecrunError
+    ├── UsageError            a request that cannot be meant: bad option, empty prompt (CLI exit 2)
+    ├── FolderError           the engine folder: missing, changed or unknown file, field or version
+    ├── EngineError           an engine does not load or a run of it fails
+    └── ContextFull           the request does not fit into the context of the engine
+
+Each error carries the thing and the value in its message, and the way out in ``hint``.
+"""
+
+from __future__ import annotations
+
+
+class SpecrunError(Exception):
+    """Base of all errors raised on purpose; ``hint`` says what to do about it."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(SpecrunError, ValueError):
+    """A request that cannot be meant."""
+
+
+class FolderError(SpecrunError):
+    """The engine folder cannot be used as it is."""
+
+
+class EngineError(SpecrunError):
+    """An engine does not load, or a run of it fails."""
+
+
+class ContextFull(SpecrunError):
+    """The tokens do not fit into the context of the engine."""
