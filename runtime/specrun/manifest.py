@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -279,11 +280,17 @@ def loads(text: str, name: str = MANIFEST) -> Manifest:
         raise FolderError(f"{name}: {error}", hint=REEXPORT) from error
 
 
-def read(folder: Path, *, verify: Literal["quick", "full"] = "quick") -> Manifest:
+def read(
+    folder: Path,
+    *,
+    verify: Literal["quick", "full"] = "quick",
+    may_miss: Collection[Role] = (),
+) -> Manifest:
     """Read and verify the manifest of an engine folder.
 
     ``verify="quick"`` checks the size of every file and the sha256 of those under 64 MiB;
-    ``"full"`` hashes every file. Raises FolderError.
+    ``"full"`` hashes every file. The engine file of a role in ``may_miss`` may be absent (its
+    use is an error then), but not another one than listed. Raises FolderError.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -297,7 +304,10 @@ def read(folder: Path, *, verify: Literal["quick", "full"] = "quick") -> Manifes
     except UnicodeDecodeError as error:
         raise FolderError(f"{path}: not UTF-8 text: {error}", hint=REEXPORT) from error
     manifest = loads(text, str(path))
+    optional = {engine.file for role, engine in manifest.engines.items() if role in may_miss}
     for entry in manifest.files:
+        if entry.path in optional and not (folder / entry.path).exists():
+            continue
         _check_file(folder, entry, verify)
     return manifest
 

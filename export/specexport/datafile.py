@@ -1,0 +1,94 @@
+"""The one data file of an engine folder: every tensor's bytes once, written in bounded pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexport.errors import WeightsError
+
+DATA_FILE = "weights.data"
+CHUNK_BYTES = 16 << 20  # of a tensor in memory at a time
+SMALL_ALIGNMENT = 64  # bytes; what vector loads want
+LARGE_ALIGNMENT = 4096  # bytes; a page, so that large tensors can be mapped
+LARGE_TENSOR = 1 << 20  # bytes
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a tensor's bytes stand in the data file. Bytes."""
+
+    offset: int
+    length: int
+
+
+class DataFile:
+    """Appends tensors; the same key is stored once and gets the same range."""
+
+    def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
+        self.path = path
+        self.ranges: dict[tuple[str, str, str], Range] = {}
+        self._file = path.open("wb")
+        self._progress = progress
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(
+        self,
+        key: tuple[str, str],
+        dtype: np.dtype[Any],
+        length: int,
+        chunks: Iterable[NDArray[Any]],
+    ) -> Range:
+        """Store ``chunks`` converted to ``dtype`` under ``key``, unless they are stored already.
+
+        ``length``: bytes that the chunks must make up. Raises WeightsError where they do not, and
+        where a float16 conversion overflows.
+        """
+        full_key = (*key, dtype.name)
+        if full_key in self.ranges:
+            return self.ranges[full_key]
+        align = LARGE_ALIGNMENT if length >= LARGE_TENSOR else SMALL_ALIGNMENT
+        offset = -(-self._file.tell() // align) * align
+        self._file.write(b"\0" * (offset - self._file.tell()))
+        for chunk in chunks:
+            data = np.ascontiguousarray(_convert(chunk, dtype, key[1]))
+            self._file.write(data.data)
+            if self._progress is not None:
+                self._progress(data.nbytes)
+        written = self._file.tell() - offset
+        if written != length:
+            raise WeightsError(f"{key[1]}: must give {length} bytes, gave {written}")
+        self.ranges[full_key] = Range(offset, length)
+        return self.ranges[full_key]
+
+
+def _convert(chunk: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    if chunk.dtype == dtype:
+        return chunk
+    with np.errstate(over="ignore"):
+        converted = chunk.astype(dtype)
+    lost = dtype == np.float16 and not np.isfinite(converted).all() and np.isfinite(chunk).all()
+    if lost:
+        raise WeightsError(
+            f"{name}: holds {float(np.abs(chunk).max()):.3g}, more than fp16 can",
+            hint="export with --precision fp32",
+        )
+    return converted

@@ -1,0 +1,202 @@
+"""Compares written engines with transformers, through the runtime that will run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexport.engines import declared_io
+from specexport.errors import ExportError
+from specexport.reference import DRAFT_STEPS, DraftCase, Reference
+from specrun import contract
+from specrun.contract import Role
+from specrun.manifest import EngineSpec, Manifest, ParityCase, ParityReport, expected_io
+from specrun.ort import PreparedRun, open_session, zeros
+from specrun.target import Target
+
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}  # largest difference over largest reference value
+CHAIN_FACTOR = 100.0  # of the tolerance, for draft steps that feed themselves
+TIE = 1e-4  # a differing argmax is a tie if the two reference logits are this close (relative)
+
+
+class ParityError(ExportError):
+    """An engine computes something else than transformers."""
+
+
+def check_declared_io(folder: Path, manifest: Manifest) -> None:
+    """Every written engine has exactly the inputs and outputs of the contract."""
+    for role, engine in manifest.engines.items():
+        wanted = expected_io(role, engine)
+        for what, want, got in zip(
+            ("input", "output"), wanted, declared_io(folder / engine.file), strict=True
+        ):
+            if want != got:
+                wrong = next((pair for pair in zip(want, got, strict=False) if pair[0] != pair[1]))
+                raise ParityError(f"{engine.file}: {what} must be {wrong[0]}, is {wrong[1]}")
+
+
+def check(
+    folder: Path,
+    manifest: Manifest,
+    reference: Reference,
+    *,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> ParityReport:
+    """Run every engine against ``reference``. Raises ParityError naming the worst tensor."""
+    check_declared_io(folder, manifest)
+    cases: list[ParityCase] = []
+    done, total = 0, len(reference.cases) + len(reference.drafts)
+    spec = manifest.engines[Role.TARGET]
+    target = Target(
+        open_session(folder / spec.file, spec, threads=threads),
+        spec,
+        max_context=manifest.generation.max_context,
+    )
+    for case in reference.cases:
+        cases += _check_target(target, reference, case.past_length, case.rows)
+        done = _tick(progress, done, total)
+    drafter = manifest.engines.get(Role.MTP_DRAFTER)
+    if drafter is not None:
+        session = open_session(folder / drafter.file, drafter, threads=threads)
+        for draft in reference.drafts:
+            cases += _check_draft(session, drafter, target, draft, reference.tokens)
+            done = _tick(progress, done, total)
+    return _report(cases, reference.scope, TOLERANCE[spec.precision])
+
+
+def _tick(progress: Callable[[int, int], None] | None, done: int, total: int) -> int:
+    if progress is not None:
+        progress(done + 1, total)
+    return done + 1
+
+
+def _report(cases: list[ParityCase], scope: str, tolerance: float) -> ParityReport:
+    worst = max(cases, key=lambda case: case.error / _factor(case))
+    report = ParityReport(
+        scope=scope,
+        tolerance=tolerance,
+        worst_error=worst.error,
+        worst_tensor=f"{worst.engine}.{worst.tensor}",
+        argmax_agreement=min(case.argmax_agreement for case in cases),
+        cases=tuple(cases),
+    )
+    if not worst.error <= tolerance * _factor(worst):
+        raise ParityError(
+            f"{worst.engine}.{worst.tensor} differs from transformers by {worst.error:.2e}"
+            f" (relative; {worst.rows} rows after {worst.past_length}), allowed is {tolerance * _factor(worst):.0e}",
+            hint="--no-check writes the folder without this comparison",
+        )
+    if tolerance == TOLERANCE["fp32"] and report.argmax_agreement < 1:
+        raise ParityError(
+            f"the most probable token differs from transformers' in"
+            f" {1 - report.argmax_agreement:.0%} of the rows of a case, and not in a tie"
+        )
+    return report
+
+
+def _factor(case: ParityCase) -> float:
+    return CHAIN_FACTOR if case.tensor == "draft_chain" else 1.0
+
+
+def _check_target(
+    target: Target, reference: Reference, past_length: int, rows: int
+) -> list[ParityCase]:
+    tokens = reference.tokens[None, : past_length + rows]
+    target.truncate(0)
+    if past_length == 0:
+        out = target.prefill(tokens, want_logits=True)
+        positions = [rows - 1]
+    else:
+        target.prefill(tokens[:, :past_length])
+        out = target.verify(tokens[:, past_length:], want_logits=True)
+        positions = list(range(past_length, past_length + rows))
+    assert out.logits is not None
+    logits = np.stack([reference.logits[p] for p in positions])
+    agreement = _agreement(out.argmax[0], logits)
+    return [
+        ParityCase("target", "logits", past_length, rows, _error(out.logits[0], logits), agreement),
+        ParityCase(
+            "target",
+            "hidden",
+            past_length,
+            rows,
+            _error(out.hidden[0], reference.hidden[positions]),
+            1.0,
+        ),
+    ]
+
+
+def _check_draft(
+    session: Any, spec: EngineSpec, target: Target, draft: DraftCase, tokens: NDArray[np.int64]
+) -> list[ParityCase]:
+    """Each step fed what the reference fed it, then all steps feeding themselves.
+
+    A rounding difference grows from step to step, so the second comparison allows more
+    (CHAIN_FACTOR); it is there for the feedback, the first one for the arithmetic.
+    """
+    assert spec.mtp is not None
+    target.truncate(0)
+    target.prefill(tokens[None, : draft.past_length])
+    steps = min(DRAFT_STEPS, spec.mtp.max_num_draft)
+    cases = []
+    for name, count in (("draft_logits", 1), ("draft_chain", steps)):
+        run = _draft_run(session, spec, target, count)
+        for first in range(steps if count == 1 else 1):
+            run.inputs[contract.TOKEN][:] = draft.fed[first]
+            run.inputs[contract.HIDDEN][:] = draft.hidden[first]
+            run.inputs[contract.PAST_LENGTH][:] = draft.past_length
+            run.run()
+            error, agreement = _compare_draft(run, draft, first, count)
+            cases.append(
+                ParityCase("mtp_drafter", name, draft.past_length, count, error, agreement)
+            )
+    return cases
+
+
+def _compare_draft(
+    run: PreparedRun, draft: DraftCase, first: int, count: int
+) -> tuple[float, float]:
+    tokens = run.outputs[contract.DRAFT_TOKENS][0]
+    logits = run.outputs[contract.DRAFT_LOGITS][0]
+    ids = run.outputs.get(contract.DRAFT_CANDIDATES)
+    full = draft.logits[first : first + count]
+    wanted = full if ids is None else np.take_along_axis(full, ids[0], axis=1)
+    # After a tie that falls differently the two loops draft from other tokens: compare up to it.
+    same = int((tokens == draft.tokens[first : first + count]).cumprod().sum())
+    compared = min(count, same + 1)
+    return _error(logits[:compared], wanted[:compared]), _agreement(
+        tokens[:compared], full[:compared]
+    )
+
+
+def _draft_run(session: Any, spec: EngineSpec, target: Target, steps: int) -> PreparedRun:
+    sizes = {contract.BATCH: 1, contract.DRAFTS: steps}
+    kv = {contract.past(kv.layer, part) for kv in spec.kv for part in contract.Part}
+    inputs = {i.name: zeros(i, **sizes) for i in spec.inputs if i.name not in kv}
+    inputs[contract.NUM_DRAFT][...] = steps
+    return PreparedRun(
+        session,
+        inputs,
+        {o.name: zeros(o, **sizes) for o in spec.outputs},
+        {name: target.kv.values[name] for name in kv},
+        {},
+    )
+
+
+def _error(got: NDArray[Any], want: NDArray[Any]) -> float:
+    difference = np.abs(got.astype(np.float64) - want.astype(np.float64)).max()
+    scale = np.abs(want.astype(np.float64)).max()
+    error = float(difference / max(scale, 1e-30))
+    return error if np.isfinite(error) else float("inf")
+
+
+def _agreement(tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> float:
+    """Share of rows whose token is the reference's argmax, or ties with it."""
+    best = logits.max(axis=1)
+    chosen = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return float((best - chosen <= TIE * np.maximum(1.0, np.abs(best))).mean())

@@ -1,0 +1,164 @@
+"""Tensors in safetensors files: the header parsed, the data read row by row.
+
+The format: 8 bytes little-endian header length, a JSON object ``name -> {dtype, shape,
+data_offsets}``, then the data, to which the offsets refer. Reading with plain file reads instead
+of a memory map keeps the resident size at one chunk, whatever the file's size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.errors import SourceError, WeightsError
+from specexport.weights import Array, Shape
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+# Type in the file -> (how it lies there, what rows() returns).
+_DTYPES: dict[str, tuple[str, str]] = {
+    "F64": ("<f8", "<f4"),
+    "F32": ("<f4", "<f4"),
+    "F16": ("<f2", "<f2"),
+    "BF16": ("<u2", "<f4"),
+    "I64": ("<i8", "<i8"),
+    "I32": ("<i4", "<i4"),
+    "I16": ("<i2", "<i2"),
+    "I8": ("i1", "i1"),
+    "U8": ("u1", "u1"),
+    "BOOL": ("?", "?"),
+}
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """One tensor of a safetensors file; ``offset`` is in bytes from the start of the file."""
+
+    path: Path
+    name: str
+    stored: str
+    shape: Shape
+    offset: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What ``rows`` returns."""
+        return np.dtype(self._types()[1])
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows ``start <= row < stop``; bfloat16 widened to float32, which is exact."""
+        disk = np.dtype(self._types()[0])
+        width = prod(self.shape[1:])
+        raw = np.fromfile(
+            self.path,
+            dtype=disk,
+            count=(stop - start) * width,
+            offset=self.offset + start * width * disk.itemsize,
+        )
+        if self.stored == "BF16":
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        return raw.astype(self.dtype, copy=False).reshape(shape)
+
+    def _types(self) -> tuple[str, str]:
+        try:
+            return _DTYPES[self.stored]
+        except KeyError:
+            raise WeightsError(
+                f"{self.path}: {self.name} is stored as {self.stored}, which is not read",
+                hint=f"give the checkpoint in one of {', '.join(_DTYPES)}",
+            ) from None
+
+
+def read_header(path: Path) -> dict[str, SafeTensor]:
+    """The tensors of one file by name. Raises WeightsError for a damaged or cut file."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        tensors = {
+            name: SafeTensor(
+                path=path,
+                name=name,
+                stored=str(entry["dtype"]),
+                shape=tuple(int(dim) for dim in entry["shape"]),
+                offset=8 + length + int(entry["data_offsets"][0]),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        ends = [int(e["data_offsets"][1]) for n, e in header.items() if n != "__metadata__"]
+        if max(ends, default=0) + 8 + length > size:
+            raise ValueError(f"its data ends at byte {max(ends) + 8 + length}, the file at {size}")
+        for name, tensor in tensors.items():
+            begin, end = header[name]["data_offsets"]
+            known = _DTYPES.get(tensor.stored)
+            if known and prod(tensor.shape) * np.dtype(known[0]).itemsize != end - begin:
+                raise ValueError(f"{name} has {end - begin} bytes for {list(tensor.shape)}")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise WeightsError(
+            f"{path}: not a whole safetensors file: {error}", hint="download the file again"
+        ) from error
+    return tensors
+
+
+def read_folder(folder: Path) -> dict[str, SafeTensor]:
+    """The tensors of a checkpoint folder, sharded or not, by their names in the files.
+
+    Raises SourceError if there are no safetensors in it, WeightsError for a missing shard.
+    """
+    tensors: dict[str, SafeTensor] = {}
+    for path in weight_files(folder):
+        tensors.update(read_header(path))
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, in order."""
+    index = folder / INDEX
+    if index.is_file():
+        return _shards(index)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickled = sorted({path.name for pattern in PICKLED for path in folder.glob(pattern)})
+    if pickled:
+        raise SourceError(
+            f"{folder}: its weights are pickled ({pickled[0]}), which can run code when loaded",
+            hint="convert it to safetensors first: load it with transformers where you trust it and"
+            " save_pretrained() it to a new folder",
+        )
+    raise SourceError(
+        f"{folder}: no .safetensors file in it",
+        hint="give a folder with config.json and model.safetensors, as save_pretrained() writes it",
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        data = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted({str(name) for name in data["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index}: not an index of shards: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise WeightsError(f"{index}: shard {name!r} is not a file name of this folder")
+        if not (index.parent / name).is_file():
+            raise WeightsError(
+                f"{index.parent}: the index lists {name}, it is missing",
+                hint="download the checkpoint again; all shards must be there",
+            )
+    return [index.parent / name for name in names]

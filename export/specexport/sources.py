@@ -1,0 +1,309 @@
+"""From what the user names to a checkpoint that can be exported.
+
+A source is the name of a preset, a checkpoint folder, a ``.gguf`` file or a hub id, looked for in
+that order; write ``./name`` for a folder that is called like a preset. Code that comes with a
+checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specexport import gguf_header, gguf_source, hub, naming, presets, tokenizer_files
+from specexport.errors import SourceError, WeightsError
+from specexport.safetensors_files import read_folder, weight_files
+from specexport.tokenizer_files import TokenizerInfo
+from specexport.weights import Weights
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TARGETS = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "gemma3",
+    "gemma4_text",
+    "gemma4",
+    "gemma4_unified_text",
+    "gemma4_unified",
+)
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+LOCAL_PAIR = "specexport PATH/TO/target --drafter PATH/TO/assistant --out DIR"
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The ``model_type`` values that can be exported, targets before assistants."""
+    return TARGETS + ASSISTANTS
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, resolved: its configuration, its weights by place, its tokenizer.
+
+    ``id``: hub id, name of the local folder or file, or preset and part. ``revision``: commit on
+    the hub, None for local files. ``path``: the folder, or the GGUF file. ``config``: configuration
+    of the text model. ``full_config``: of the whole checkpoint (the same, unless it is multimodal
+    or an assistant). ``generation``: the content of generation_config.json, else the ids in the
+    configuration.
+    """
+
+    id: str
+    revision: str | None
+    path: Path
+    config: Any = field(repr=False)
+    full_config: Any = field(repr=False)
+    generation: dict[str, Any] = field(repr=False)
+    weights: Weights = field(repr=False)
+
+    @property
+    def model_type(self) -> str:
+        """As config.json has it, for example ``gemma4``."""
+        return str(self.full_config.model_type)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the transformers class that is traced, for example ``Gemma4ForCausalLM``."""
+        return self.class_and_config()[0].__name__
+
+    @property
+    def is_assistant(self) -> bool:
+        """True for a drafter that only works on another model's hidden states and KV."""
+        return self.model_type in ASSISTANTS
+
+    def class_and_config(self) -> tuple[type[PreTrainedModel], Any]:
+        """The class to trace and the configuration to make it from.
+
+        The names of ``weights`` are those of its state dict. An assistant is made from its full
+        configuration, anything else from the text part.
+        """
+        return _class_and_config(self.full_config, self.config)
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the state dict, for ``weights.check_complete``; takes no memory."""
+        return naming.expected_shapes(naming.meta_model(*self.class_and_config()))
+
+    def write_tokenizer(self, folder: Path) -> TokenizerInfo:
+        """Write tokenizer.json and, if there is one, chat_template.jinja. Raises SourceError."""
+        return tokenizer_files.write(self.path, folder)
+
+    def load_reference(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """The transformers model with its weights, in eval mode; ``dtype`` is float32 if None.
+
+        Loaded by transformers itself, not through ``weights``, so that comparing with it checks
+        them too. Raises WeightsError if transformers had to invent a tensor.
+        """
+        import torch
+
+        cls, config = self.class_and_config()
+        dtype = dtype or torch.float32
+        with _quiet():
+            if self.path.is_file():
+                loaded: Any = gguf_source.load_model(self.path, cls, config, dtype)
+            else:
+                loaded = cls.from_pretrained(
+                    self.path,
+                    config=copy.deepcopy(config),
+                    dtype=dtype,
+                    key_mapping=naming.KEY_MAPPING,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+        model: PreTrainedModel
+        model, info = loaded
+        for problem in ("missing_keys", "mismatched_keys"):
+            if found := sorted(map(str, info[problem])):
+                raise WeightsError(f"{self.path}: {problem.replace('_', ' ')}: {found[:5]}")
+        return model.eval()
+
+
+def resolve(source: str | Path, *, revision: str | None = None) -> Source:
+    """The checkpoint that ``source`` names; for a preset its target. Raises SourceError."""
+    return resolve_pair(source, revision=revision, pair=False)[0]
+
+
+def resolve_pair(
+    source: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    pair: bool = True,
+) -> tuple[Source, Source | None]:
+    """The target that ``source`` names, and its drafter.
+
+    A preset brings its own drafter, which ``drafter`` replaces; ``pair=False`` leaves it out.
+    ``revision`` is for hub ids only: branch, tag or commit. Raises SourceError.
+    """
+    preset = presets.find(source) if isinstance(source, str) else None
+    if preset is None:
+        target = _resolve(source, revision)
+        return target, None if drafter is None else _resolve(drafter, drafter_revision)
+    chosen: str | Path | None = drafter
+    if chosen is None and pair:
+        chosen = preset.drafter
+    try:
+        target = _resolve(preset.target, revision, name=f"{preset.name}/target")
+        if chosen is None:
+            return target, None
+        own = f"{preset.name}/assistant" if chosen == preset.drafter else None
+        return target, _resolve(chosen, drafter_revision, name=own)
+    except SourceError as error:
+        if preset.bundled or drafter is not None:
+            raise
+        raise SourceError(
+            f"preset {preset.name}: {error}",
+            hint=f"if the model lies on this machine, give its folders: {LOCAL_PAIR}",
+        ) from error
+
+
+def _resolve(source: str | Path, revision: str | None, name: str | None = None) -> Source:
+    path = Path(source).expanduser()
+    name = name or path.resolve().name
+    if path.is_dir():
+        _no_revision(source, revision)
+        return _from_folder(path, name, None)
+    if path.is_file():
+        _no_revision(source, revision)
+        if path.suffix != ".gguf":
+            raise SourceError(
+                f"{path}: not a checkpoint",
+                hint="give the folder it lies in, with config.json, or a .gguf file",
+            )
+        return _from_gguf(path, name)
+    if isinstance(source, str) and hub.HUB_ID.fullmatch(source) and path.suffix != ".gguf":
+        folder, commit = hub.download(source, revision)
+        return _from_folder(folder, source, commit)
+    raise SourceError(
+        f"{source}: no such folder or file, and not the name of a preset or a hub model",
+        hint=f"presets: {', '.join(presets.PRESETS)}; a hub model is ORGANISATION/NAME",
+    )
+
+
+def _no_revision(source: str | Path, revision: str | None) -> None:
+    if revision is not None:
+        raise SourceError(f"{source}: a revision is for hub models, this is local")
+
+
+def _from_folder(folder: Path, name: str, revision: str | None) -> Source:
+    config_file = folder / CONFIG
+    if not config_file.is_file():
+        gguf = sorted(path.name for path in folder.glob("*.gguf"))
+        raise SourceError(
+            f"{folder}: no {CONFIG} in it",
+            hint=f"give the file itself: {folder / gguf[0]}"
+            if gguf
+            else "give a checkpoint folder as save_pretrained() writes it",
+        )
+    raw = _read_json(config_file)
+    _check_supported(str(folder), raw)
+    weight_files(folder)  # says what is wrong with the weights before anything slow
+    full_config = _load_config(folder)
+    config = _text_config(full_config)
+    generation_file = folder / GENERATION
+    generation = (
+        _read_json(generation_file)
+        if generation_file.is_file()
+        else _generation(full_config, config)
+    )
+    model = naming.meta_model(*_class_and_config(full_config, config))
+    weights = naming.map_weights(read_folder(folder), model)
+    return Source(name, revision, folder, config, full_config, generation, weights)
+
+
+def _from_gguf(path: Path, name: str) -> Source:
+    header = gguf_header.read(path)
+    config = gguf_source.load_config(path, header)
+    cls, config = _class_and_config(config, config)
+    weights = gguf_source.map_weights(path, header, naming.meta_model(cls, config))
+    return Source(name, None, path, config, config, _generation(config, config), weights)
+
+
+def _class_and_config(full_config: Any, config: Any) -> tuple[type[PreTrainedModel], Any]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    made_from = full_config if full_config.model_type in ASSISTANTS else config
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made_from)]
+    return cls, made_from
+
+
+def _load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # configurations check themselves and raise what they like
+        raise SourceError(f"{folder / CONFIG}: {error}") from error
+
+
+def _text_config(full_config: Any) -> Any:
+    """The text part; whether the head is tied is said by the checkpoint's outermost level."""
+    config = full_config.get_text_config()
+    if config is full_config:
+        return config
+    config = copy.deepcopy(config)
+    if full_config.tie_word_embeddings is not None:
+        config.tie_word_embeddings = full_config.tie_word_embeddings
+    return config
+
+
+def _check_supported(where: str, raw: dict[str, Any]) -> None:
+    model_type = raw.get("model_type")
+    if model_type not in supported_model_types():
+        raise SourceError(
+            f"{where}: model type {model_type!r} is not supported",
+            hint=f"supported: {', '.join(supported_model_types())}",
+        )
+    if quantization := raw.get("quantization_config"):
+        method = dict(quantization).get("quant_method", "of an unnamed kind")
+        raise SourceError(
+            f"{where}: the checkpoint is quantized already ({method})",
+            hint="give the unquantized checkpoint; quantizing is part of the export",
+        )
+
+
+def _generation(full_config: Any, config: Any) -> dict[str, Any]:
+    """The ids of the configuration under the names of generation_config.json."""
+    found: dict[str, Any] = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values = [getattr(c, name, None) for c in (full_config, config)]
+        value = next((v for v in values if v is not None), None)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no report of unused tensors: what matters is raised."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{path}: must be a JSON object")
+    return data

@@ -1,0 +1,94 @@
+"""What has to be known of a model family beside its own code: who owns KV, head, drafter layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specrun.contract import KvLayer
+
+# Text models that export as a target, by the model_type of their text config.
+TARGETS = ("llama", "qwen3", "gemma3_text", "gemma4_text", "gemma4_unified_text")
+# Drafters that run on a target's KV buffers, by model_type.
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """Which layer owns KV buffers and from which owner every layer reads.
+
+    ``owners``: one entry per owning layer, in layer order. ``source[i]``: the owner layer i reads.
+    """
+
+    owners: tuple[KvLayer, ...]
+    source: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        owned = {kv.layer for kv in self.owners}
+        if missing := sorted(set(self.source) - owned):
+            raise ValueError(f"layers {missing} are read from and own no KV buffer")
+
+    def owns(self, layer: int) -> bool:
+        """Whether the layer writes keys and values of its own."""
+        return self.source[layer] == layer
+
+    def owner(self, layer: int) -> KvLayer:
+        """The buffers that ``layer`` attends to."""
+        return next(kv for kv in self.owners if kv.layer == self.source[layer])
+
+
+def layer_types(config: Any) -> list[str]:
+    """Attention type per layer; families without the field attend to everything everywhere."""
+    types = getattr(config, "layer_types", None)
+    return list(types) if types else [FULL] * int(config.num_hidden_layers)
+
+
+def kv_plan(config: Any) -> KvPlan:
+    """The KV plan of a text config of one of TARGETS."""
+    types = layer_types(config)
+    modes = list(getattr(config, "kv_sharing_modes", None) or [None] * len(types))
+    source: list[int] = []
+    for layer, (kind, mode) in enumerate(zip(types, modes, strict=True)):
+        own = mode != "reuse"
+        source.append(layer if own else _last_owner(types, modes, kind, layer))
+    owners = tuple(
+        KvLayer(layer, *_kv_shape(config, layer), _window(config, types[layer]))
+        for layer in range(len(types))
+        if source[layer] == layer
+    )
+    return KvPlan(owners, tuple(source))
+
+
+def last_owners(config: Any) -> dict[str, int]:
+    """Attention type -> last layer of that type that owns KV: what an assistant reads."""
+    plan, types = kv_plan(config), layer_types(config)
+    return {types[kv.layer]: kv.layer for kv in plan.owners}
+
+
+def softcap(config: Any) -> float | None:
+    """``logits = cap * tanh(logits / cap)`` after the head, where the family has it."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
+def _last_owner(types: list[str], modes: list[str | None], kind: str, before: int) -> int:
+    for layer in range(before - 1, -1, -1):
+        if types[layer] == kind and modes[layer] != "reuse":
+            return layer
+    raise ValueError(f"layer {before} shares KV and no earlier {kind} layer owns any")
+
+
+def _kv_shape(config: Any, layer: int) -> tuple[int, int]:
+    per_layer = getattr(config, "per_layer_config", None)
+    resolved = per_layer[layer] if per_layer is not None else config
+    heads = int(resolved.num_key_value_heads)
+    head_size = getattr(resolved, "head_dim", None)
+    return heads, int(head_size or config.hidden_size // config.num_attention_heads)
+
+
+def _window(config: Any, kind: str) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    return int(window) if kind == SLIDING and window else None

@@ -1,0 +1,38 @@
+"""Graph passes: one file and one class each; every pass says what it requires and what it ensures."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxscript import optimizer
+
+from specgraphs.passes.linear import FuseTransposedWeights
+from specgraphs.passes.reshapes import DropShapePairs, StaticReshapes
+from specgraphs.passes.wanted_rows import WantedRowsFromFirstRow
+
+
+def simplify(model: ir.Model) -> None:
+    """The clean-up that every traced engine gets, in place.
+
+    Requires: initializers of parameters hold no values (they must not be folded).
+    Ensures: reshapes with constant targets, no reshape or transpose pairs, linear layers that
+    read their weight as the checkpoint stores it, no unused or repeated nodes.
+    """
+    optimizer.fold_constants(model)
+    StaticReshapes()(model)
+    DropShapePairs()(model)
+    FuseTransposedWeights()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.ClearMetadataAndDocStringPass()(model)
+
+
+__all__ = [
+    "DropShapePairs",
+    "FuseTransposedWeights",
+    "StaticReshapes",
+    "WantedRowsFromFirstRow",
+    "simplify",
+]

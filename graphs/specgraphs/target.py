@@ -1,0 +1,165 @@
+"""The target engine: a transformers causal LM on KV buffers, in the shape of the contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specgraphs import families, ops, passes, patches
+from specgraphs.engine_graph import EngineGraph, bind
+from specgraphs.families import KvPlan
+from specgraphs.trace import TORCH_DTYPES, FakeModel, export
+from specrun import contract
+from specrun.contract import Part
+
+WANTED_ROWS = "wanted_rows"  # traced input; becomes first_row .. rows - 1 in the finished graph
+
+
+class _Target(torch.nn.Module):
+    """forward() is what the engine computes; see specrun.contract for the formulas."""
+
+    def __init__(self, model: Any, plan: KvPlan, cap: float | None) -> None:
+        super().__init__()
+        self.model = model
+        self.plan = plan
+        self.cap = cap
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        past_length: torch.Tensor,
+        wanted_rows: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        batch, rows = tokens.shape
+        attend = _Attend(self.plan, past, past_length, rows)
+        positions = past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
+        decoder = self.model.model
+        decoder._maybe_slice_kv_shared_inputs = _keep_rows(wanted_rows)
+        with patches.attending(attend):
+            hidden = decoder(
+                input_ids=tokens, position_ids=positions, use_cache=False
+            ).last_hidden_state
+        if not self._shares_kv():
+            hidden = hidden.index_select(1, wanted_rows)
+        logits = self.model.lm_head(hidden)
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        logits = logits.to(torch.float32)
+        return (logits, logits.argmax(-1), hidden, *attend.present())
+
+    def _shares_kv(self) -> bool:
+        return any(not self.plan.owns(layer) for layer in range(len(self.plan.source)))
+
+
+class _Attend:
+    """Attention of one traced forward pass: owners append, sharers read what the owner wrote.
+
+    A sharing layer takes the owner's *present* value, so it runs after the owner has written.
+    """
+
+    def __init__(
+        self, plan: KvPlan, past: list[torch.Tensor], past_length: torch.Tensor, rows: Any
+    ) -> None:
+        self.plan = plan
+        self.buffers = {
+            kv.layer: (past[2 * i], past[2 * i + 1]) for i, kv in enumerate(plan.owners)
+        }
+        last_position = past_length + (rows - 1)
+        total = past_length.max().reshape(1) + rows
+        self.lengths = (last_position.to(torch.int32), total.to(torch.int32))
+
+    def __call__(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        layer = module.layer_idx
+        owner = self.plan.owner(layer)
+        buffers = self.buffers[owner.layer]
+        if not self.plan.owns(layer):
+            return ops.attention_read(query, buffers, self.lengths, scale=scale, window=window)
+        out, *present = ops.attention_append(
+            query, key, value, buffers, self.lengths, scale=scale, window=window
+        )
+        self.buffers[layer] = (present[0], present[1])
+        return out
+
+    def present(self) -> tuple[torch.Tensor, ...]:
+        return tuple(half for kv in self.plan.owners for half in self.buffers[kv.layer])
+
+
+def _keep_rows(wanted_rows: torch.Tensor) -> Any:
+    """KV-shared layers need only the wanted rows: they write no KV (Gemma 4 E2B: 20 of 35)."""
+
+    def keep(
+        hidden: torch.Tensor,
+        per_layer_inputs: torch.Tensor | None,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        masks: dict[str, None],
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Any, ...]:
+        def pick(x: torch.Tensor) -> torch.Tensor:
+            return x.index_select(1, wanted_rows)
+
+        per_layer = None if per_layer_inputs is None else pick(per_layer_inputs)
+        rope = {kind: (pick(cos), pick(sin)) for kind, (cos, sin) in position_embeddings.items()}
+        return pick(hidden), per_layer, rope, masks
+
+    return keep
+
+
+def trace_target(fake: FakeModel, precision: str, *, max_context: int) -> EngineGraph:
+    """Trace the target engine of ``fake``; KV dtype and activations in ``precision``."""
+    config = fake.model.config
+    plan = families.kv_plan(config)
+    dtype = TORCH_DTYPES[precision]
+    batch, rows, wanted, capacity = 2, 5, 3, 40  # examples only; none is special to torch.export
+    with fake.mode:
+        past = [
+            torch.zeros(batch, kv.heads, capacity, kv.head_size, dtype=dtype)
+            for kv in plan.owners
+            for _ in Part
+        ]
+        args = (
+            torch.ones(batch, rows, dtype=torch.int64),
+            torch.ones(batch, dtype=torch.int32),
+            torch.arange(wanted),
+            past,
+        )
+    dim = torch.export.Dim
+    batches = dim(contract.BATCH, min=1, max=4096)
+    buffer = {0: batches, 2: dim(contract.CAPACITY, min=2, max=max(4, 2 * max_context))}
+    model = export(
+        _Target(fake.model, plan, families.softcap(config)),
+        args,
+        (
+            {0: batches, 1: dim(contract.ROWS, min=1, max=max(2, max_context))},
+            {0: batches},
+            {0: dim(contract.WANTED, min=1, max=max(2, max_context))},
+            [buffer] * len(past),
+        ),
+        mode=fake.mode,
+        input_names=[
+            contract.TOKENS,
+            contract.PAST_LENGTH,
+            WANTED_ROWS,
+            *(contract.past(kv.layer, part) for kv in plan.owners for part in Part),
+        ],
+        output_names=[
+            contract.LOGITS,
+            contract.ARGMAX,
+            contract.HIDDEN,
+            *(contract.present(kv.layer, part) for kv in plan.owners for part in Part),
+        ],
+    )
+    passes.WantedRowsFromFirstRow(WANTED_ROWS)(model)
+    passes.simplify(model)
+    return bind(model, (fake.traced_as("model.", "target"),))

@@ -1,0 +1,126 @@
+"""Tracing without weights: the model is built on fake tensors, so any size traces in little memory.
+
+Parameters never have values here; the initializers of the traced graph keep their module names and
+get their bytes from the checkpoint when the engine is written. Buffers that a model computes for
+itself (rotary frequencies, embedding scales) are small and real, and are returned beside the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from specgraphs import ops, patches
+from specgraphs.engine_graph import Module, Origin
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A transformers model on fake parameters, and the real values of its computed buffers."""
+
+    model: Any
+    mode: FakeTensorMode
+    buffers: dict[str, torch.Tensor] = field(repr=False)
+
+    def traced_as(self, prefix: str, origin: Origin, path: str = "") -> Module:
+        """This model (its submodule ``path``) as it stands in a traced module under ``prefix``."""
+        persistent = frozenset(self.model.state_dict(keep_vars=True))
+        return Module(prefix, origin, path, self.buffers, persistent)
+
+
+def build_fake(
+    model_class: Any, config: Any, precision: str, mode: FakeTensorMode | None = None
+) -> FakeModel:
+    """Build ``model_class(config)`` without weights, patched to emit our operators.
+
+    ``precision``: "fp32" or "fp16", the dtype of parameters and activations. ``mode``: share the
+    fake mode of another model, to trace both in one graph.
+    """
+    from accelerate import init_empty_weights
+
+    patches.register_attention()
+    dtype = TORCH_DTYPES[precision]
+    config = _private_copy(config)
+    with init_empty_weights(include_buffers=False):
+        model = model_class._from_config(
+            config, dtype=dtype, attn_implementation=patches.ATTENTION
+        ).eval()
+    model.tie_weights()
+    if hasattr(model, "set_experts_implementation") and _has_experts(model):
+        model.set_experts_implementation("batched_mm")
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    _fake_parameters(model, mode)
+    patches.patch_norms(model)
+    return FakeModel(model, mode, buffers)
+
+
+def export(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    dynamic_shapes: Any,
+    *,
+    mode: FakeTensorMode,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+) -> ir.Model:
+    """Trace ``module(*args)`` on fake tensors to an ONNX IR model; initializers have no values.
+
+    Runs under the rotary patch, so norms, rotary and attention are single nodes.
+    """
+    with mode, torch.no_grad(), patches.rotary_as_operator(module):
+        program = torch.onnx.export(
+            module,
+            args,
+            dynamo=True,
+            opset_version=ops.OPSET,
+            input_names=list(input_names),
+            output_names=list(output_names),
+            dynamic_shapes=dynamic_shapes,
+            verbose=False,
+            optimize=False,
+        )
+    assert program is not None
+    return _without_values(program.model, module)
+
+
+def _without_values(model: ir.Model, module: torch.nn.Module) -> ir.Model:
+    """Forget the fake values of parameters and buffers, so that no pass reads or folds them."""
+    named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    named |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for name, value in model.graph.initializers.items():
+        if name in named:
+            value.const_value = None
+    return model
+
+
+def _private_copy(config: Any) -> Any:
+    """The caller's config stays as it is: the attention implementation is set on a copy."""
+    import copy
+
+    return copy.deepcopy(config)
+
+
+def _has_experts(model: Any) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in model.modules())
+
+
+def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Replace meta parameters by fake CPU ones; a tensor used twice stays one tensor."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                with mode:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                made[id(parameter)] = torch.nn.Parameter(empty, requires_grad=False)
+            module._parameters[name] = made[id(parameter)]

@@ -1,0 +1,64 @@
+"""Prompt lookup: what followed the last n tokens when they stood in the text before.
+
+Saxena, "Prompt Lookup Decoding" (2023); transformers' ``PromptLookupCandidateGenerator``. As
+there, the longest n-gram with a match wins, from ``max_matching_ngram_size`` down to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+class NgramDrafter:
+    """An index from every n-gram of the text to what follows it, extended token by token.
+
+    ``latest``: of several matches take the one that ended last instead of the first one.
+    """
+
+    max_drafts: int | None = None
+
+    def __init__(self, max_matching_ngram_size: int, *, latest: bool = False) -> None:
+        self.max_matching_ngram_size = max_matching_ngram_size
+        self.latest = latest
+        self._tokens: list[int] = []
+        # n-gram -> index of the token behind it. An n-gram enters when that token arrives, so
+        # the end of the text never matches itself.
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Index the prompt."""
+        self._tokens = []
+        self._next = {}
+        self._extend(tokens)
+
+    def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
+        """Index the committed tokens; the hidden state is not used."""
+        self._extend(tokens)
+
+    def propose(self, count: int) -> Sequence[int]:
+        """The tokens after the match, at most ``count``; none without a match."""
+        tokens = self._tokens
+        for size in range(min(self.max_matching_ngram_size, len(tokens) - 1), 0, -1):
+            start = self._next.get(tuple(tokens[-size:]))
+            if start is not None:
+                return tokens[start : start + count]
+        return []
+
+    def truncate(self, length: int) -> None:
+        """Proposals never enter the index; a shorter text is indexed anew."""
+        if length < len(self._tokens):
+            self.begin(self._tokens[:length])
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self._tokens)
+            for size in range(1, min(self.max_matching_ngram_size, end) + 1):
+                ngram = tuple(self._tokens[end - size :])
+                if self.latest:
+                    self._next[ngram] = end
+                else:
+                    self._next.setdefault(ngram, end)
+            self._tokens.append(token)

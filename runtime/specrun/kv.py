@@ -1,0 +1,119 @@
+"""KV buffers of a target: allocated by the runtime, written in place by the engine.
+
+``[batch, heads, capacity, head_size]`` per layer and part. Row ``i`` of sequence ``b`` is valid
+when ``i < lengths[b]``; rows at and beyond the length hold whatever a rejected draft left there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from specrun.contract import DType, KvLayer, Part, past
+from specrun.errors import ContextFull
+
+INITIAL_CAPACITY = 256
+
+
+class KvBuffers:
+    """Arrays, the OrtValues over them, and how many of their rows are valid.
+
+    ``capacity`` starts small and doubles up to ``max_context``: attention over a large empty
+    buffer is slow. ``version`` counts allocations; a binding made for another version points at
+    freed memory and must be made anew.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[KvLayer, ...],
+        dtype: DType,
+        *,
+        max_context: int,
+        batch: int = 1,
+        initial_capacity: int = INITIAL_CAPACITY,
+    ) -> None:
+        self.layers = layers
+        self.dtype = np.dtype(dtype.value)
+        self.batch = batch
+        self.max_context = max_context
+        self.capacity = min(initial_capacity, max_context)
+        self.version = 0
+        self.lengths: NDArray[np.int32] = np.zeros(batch, dtype=np.int32)
+        self.arrays: dict[str, NDArray[Any]] = {}
+        # An OrtValue does not own its memory: the arrays above must outlive these.
+        self.values: dict[str, Any] = {}
+        for layer in layers:
+            for part in Part:
+                self._allocate(past(layer.layer, part), layer)
+
+    def _allocate(self, name: str, layer: KvLayer) -> None:
+        shape = (self.batch, layer.heads, self.capacity, layer.head_size)
+        array: NDArray[Any] = np.zeros(shape, dtype=self.dtype)
+        old = self.arrays.get(name)
+        if old is not None:
+            for row, length in enumerate(self.lengths):
+                array[row, :, :length] = old[row, :, :length]
+        self.values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+        self.arrays[name] = array
+
+    @property
+    def length(self) -> int:
+        """Valid rows, where all sequences have as many. Raises ValueError where they differ."""
+        first = int(self.lengths[0])
+        if self.batch > 1 and (self.lengths != first).any():
+            raise ValueError(f"the sequences have different lengths: {self.lengths.tolist()}")
+        return first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` more rows in every sequence. Raises ContextFull."""
+        needed = int(self.lengths.max()) + rows
+        if needed <= self.capacity:
+            return
+        if needed > self.max_context:
+            raise ContextFull(
+                f"{needed} tokens do not fit into the context of {self.max_context}",
+                hint="shorten the prompt, or export with a larger context",
+            )
+        while self.capacity < needed:
+            self.capacity = min(2 * self.capacity, self.max_context)
+        self.version += 1
+        for layer in self.layers:
+            for part in Part:
+                self._allocate(past(layer.layer, part), layer)
+
+    def advance(self, rows: int) -> None:
+        """``rows`` rows were written behind each length and are valid now."""
+        self.lengths += rows
+        self._check_lengths()
+
+    def truncate(self, length: int | Sequence[int]) -> None:
+        """Reach ``length`` (one for all sequences, or one each) by forgetting rows.
+
+        Raises ValueError when a sequence is shorter than that: rows cannot be made up.
+        """
+        wanted = np.broadcast_to(np.asarray(length, dtype=np.int32), self.lengths.shape)
+        if (wanted < 0).any() or (wanted > self.lengths).any():
+            raise ValueError(f"cannot truncate from {self.lengths.tolist()} to {length}")
+        self.lengths[:] = wanted
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless lengths, capacity and buffers agree."""
+        self._check_lengths()
+        if self.capacity > self.max_context:
+            raise RuntimeError(f"capacity {self.capacity} over the context {self.max_context}")
+        for name, array in self.arrays.items():
+            if array.shape[0] != self.batch or array.shape[2] != self.capacity:
+                raise RuntimeError(f"{name} has shape {array.shape}, capacity {self.capacity}")
+
+    def _check_lengths(self) -> None:
+        if self.lengths.min() < 0 or self.lengths.max() > self.capacity:
+            raise RuntimeError(f"lengths {self.lengths.tolist()} in capacity {self.capacity}")

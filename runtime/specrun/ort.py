@@ -1,0 +1,179 @@
+"""ONNX Runtime: sessions opened as the manifest says, and runs whose buffers are prepared once."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from specrun.contract import DType, TensorSpec
+from specrun.errors import EngineError
+from specrun.manifest import REEXPORT, EngineSpec
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+}
+TYPES = {
+    "tensor(float)": DType.FLOAT32,
+    "tensor(float16)": DType.FLOAT16,
+    "tensor(int64)": DType.INT64,
+    "tensor(int32)": DType.INT32,
+}
+MAX_PREPARED_RUNS = 64  # block widths kept ready per engine
+
+R = TypeVar("R")
+
+
+def open_session(path: Path, engine: EngineSpec, *, threads: int, device: str = "cpu") -> Any:
+    """Open an engine and check that its inputs and outputs are those of the manifest.
+
+    Raises EngineError: the device or the onnxruntime is not there, the file does not load, or
+    its tensors are others than declared.
+    """
+    provider = _provider(device)
+    _check_version(path.name, engine.requires.onnxruntime)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Threads spin while a run goes on, which saves waking them per node, and sleep between runs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+    except Exception as error:
+        raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
+    used = session.get_providers()[0]
+    if used != provider:
+        raise EngineError(f"{path}: runs on {used} instead of {provider}", hint="use --device cpu")
+    check_io(session, engine, path.name)
+    return session
+
+
+def _provider(device: str) -> str:
+    available = onnxruntime.get_available_providers()
+    provider = PROVIDERS.get(device)
+    if provider is not None and provider in available:
+        return provider
+    devices = [name for name, value in PROVIDERS.items() if value in available]
+    raise EngineError(
+        f"device: {device!r} is not available, this onnxruntime has {', '.join(devices)}",
+        hint="use --device cpu, or install the onnxruntime package of that device",
+    )
+
+
+def _check_version(name: str, least: str) -> None:
+    installed = onnxruntime.__version__
+    if _release(installed) < _release(least):
+        raise EngineError(
+            f"{name}: requires onnxruntime {least} or newer, {installed} is installed",
+            hint=f"pip install -U 'onnxruntime>={least}'",
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def check_io(session: Any, engine: EngineSpec, name: str) -> None:
+    """Compare a session's inputs and outputs with the manifest's. Raises EngineError."""
+    for what, declared, found in (
+        ("input", engine.inputs, session.get_inputs()),
+        ("output", engine.outputs, session.get_outputs()),
+    ):
+        nodes = {node.name: node for node in found}
+        if extra := sorted(nodes.keys() - {spec.name for spec in declared}):
+            raise EngineError(f"{name}: {what} {extra[0]!r} is not in the manifest", hint=REEXPORT)
+        for spec in declared:
+            if spec.name not in nodes:
+                raise EngineError(f"{name}: has no {what} {spec.name!r}", hint=REEXPORT)
+            _check_tensor(nodes[spec.name], spec, f"{name}: {what} {spec.name!r}")
+
+
+def _check_tensor(node: Any, spec: TensorSpec, where: str) -> None:
+    if (dtype := TYPES.get(node.type)) is not spec.dtype:
+        got = dtype.value if dtype is not None else node.type
+        raise EngineError(f"{where}: must be {spec.dtype.value}, is {got}", hint=REEXPORT)
+    shape = tuple(node.shape)
+    # A symbolic size may be called anything in the file; a fixed one must be fixed in both.
+    same = len(shape) == len(spec.shape) and all(
+        got == want if isinstance(want, int) else not isinstance(got, int)
+        for got, want in zip(shape, spec.shape, strict=True)
+    )
+    if not same:
+        raise EngineError(
+            f"{where}: must have shape {list(spec.shape)}, has {list(shape)}", hint=REEXPORT
+        )
+
+
+class PreparedRun:
+    """One run of an engine with all its buffers bound; ``inputs`` are refilled, then ``run()``.
+
+    ``outputs`` are overwritten by the next run. ``shared`` are OrtValues of somebody else, bound
+    as they are (KV buffers); ``shared_outputs`` likewise, for results written in place.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        shared: Mapping[str, Any],
+        shared_outputs: Mapping[str, Any],
+    ) -> None:
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self._session = session
+        self._binding = session.io_binding()
+        make = onnxruntime.OrtValue.ortvalue_from_numpy
+        for name, array in self.inputs.items():
+            self._binding.bind_ortvalue_input(name, make(array))
+        for name, value in shared.items():
+            self._binding.bind_ortvalue_input(name, value)
+        for name, array in self.outputs.items():
+            self._binding.bind_ortvalue_output(name, make(array))
+        for name, value in shared_outputs.items():
+            self._binding.bind_ortvalue_output(name, value)
+
+    def run(self) -> None:
+        """Run the engine. Raises EngineError."""
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise EngineError(f"a run of the engine failed: {error}") from error
+
+
+class RunCache(Generic[R]):
+    """Prepared runs by block width, dropped together when the KV buffers move."""
+
+    def __init__(self, make: Callable[..., R]) -> None:
+        self._make = make
+        self._runs: OrderedDict[Hashable, R] = OrderedDict()
+        self._version = -1
+
+    def get(self, version: int, *key: int) -> R:
+        """The run for ``key``, made by ``make(*key)`` when there is none for this ``version``."""
+        if version != self._version:
+            self._runs.clear()
+            self._version = version
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = self._make(*key)
+            if len(self._runs) > MAX_PREPARED_RUNS:
+                self._runs.popitem(last=False)
+        return run
+
+
+def zeros(spec: TensorSpec, **sizes: int) -> NDArray[Any]:
+    """An array for ``spec`` with its symbolic sizes as given."""
+    shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape)
+    return np.zeros(shape, dtype=spec.dtype.value)

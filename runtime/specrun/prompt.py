@@ -1,0 +1,116 @@
+"""What the caller gives to continue, as token ids."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specrun import chat
+from specrun.errors import UsageError
+from specrun.manifest import Manifest
+from specrun.options import GenerateOptions
+from specrun.text import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+def encode_prompt(
+    prompt: Prompt,
+    options: GenerateOptions,
+    *,
+    tokenizer: Tokenizer,
+    template: str | None,
+    manifest: Manifest,
+    vocab_size: int,
+) -> list[int]:
+    """The ids of a prompt: at least one, all below ``vocab_size``.
+
+    Text goes through the chat template where the folder has one and ``options.raw`` is not set;
+    messages always do; ids are taken as they are. An empty prompt is the beginning-of-text token.
+    Raises UsageError.
+    """
+    if isinstance(prompt, str):
+        ids = _encode_text(prompt, options, tokenizer, template, manifest)
+    else:
+        items = list(prompt)
+        if any(isinstance(item, (str, list, tuple)) for item in items):
+            raise UsageError(
+                f"prompt: batches are not supported yet, got a list of {len(items)} prompts",
+                hint="call generate once per prompt",
+            )
+        if options.system is not None:
+            raise UsageError(
+                "system: goes with a text prompt only", hint="give a message of role 'system'"
+            )
+        messages = [item for item in items if isinstance(item, Mapping)]
+        if items and len(messages) == len(items):
+            ids = _encode_messages(messages, tokenizer, template, manifest)
+        else:
+            ids = _check_ids(items, vocab_size)
+    if ids:
+        return ids
+    if manifest.generation.bos_token_id is None:
+        raise UsageError(
+            "prompt: is empty, and this model has no beginning-of-text token to start from",
+            hint="give a prompt of at least one token",
+        )
+    return [manifest.generation.bos_token_id]
+
+
+def _encode_text(
+    text: str,
+    options: GenerateOptions,
+    tokenizer: Tokenizer,
+    template: str | None,
+    manifest: Manifest,
+) -> list[int]:
+    if options.system is not None and template is None:
+        raise UsageError("system: this folder has no chat template", hint="put it into the prompt")
+    # Nobody's message is empty text, so an empty prompt is the start of a text, as without a chat.
+    if template is not None and not options.raw and (text or options.system is not None):
+        messages = [{"role": "user", "content": text}]
+        if options.system is not None:
+            messages.insert(0, {"role": "system", "content": options.system})
+        return _encode_messages(messages, tokenizer, template, manifest)
+    if not text:
+        return []
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    bos = manifest.generation.bos_token_id
+    if manifest.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
+        ids.insert(0, bos)
+    return ids
+
+
+def _encode_messages(
+    messages: Sequence[chat.Message],
+    tokenizer: Tokenizer,
+    template: str | None,
+    manifest: Manifest,
+) -> list[int]:
+    if template is None:
+        raise UsageError(
+            "prompt: messages need a chat template, this folder has none", hint="give a text"
+        )
+    text = chat.render(template, messages, manifest.tokenizer.special_tokens)
+    # The template writes the special tokens itself, the first one included.
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_ids(items: Sequence[Any], vocab_size: int) -> list[int]:
+    ids = []
+    for place, item in enumerate(items):
+        try:
+            id_ = operator.index(item)
+        except TypeError:
+            raise UsageError(
+                f"prompt: must be a text, token ids or messages, got {item!r} at {place}",
+                hint="token ids are whole numbers",
+            ) from None
+        if not 0 <= id_ < vocab_size:
+            raise UsageError(
+                f"prompt: token id {id_} at {place} is not in the vocabulary of {vocab_size}",
+                hint="was the prompt encoded with another tokenizer?",
+            )
+        ids.append(id_)
+    return ids

@@ -1,0 +1,148 @@
+"""What a generation did: counted while it runs, frozen when it ends.
+
+Counts hold only what stayed in the text. When a cut (end id, stop string) falls inside a block,
+the last token kept stands as that round's own token, the drafts before it as drafted and
+accepted, and the drafts behind it as ``discarded``: nobody asked whether they were right. So
+these hold for every generation with at least one token, cut or not::
+
+    accepted + rejected == drafted
+    emitted == accepted + rounds + 1        (1: the token that prefill gives)
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specrun.decode import encode
+
+Mode = Literal["speculative", "plain", "fallback"]
+Phase = Literal["prefill", "draft", "verify", "other"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts in tokens, times in seconds.
+
+    ``mode``: ``plain`` when nothing was to be drafted, ``fallback`` when the drafter failed and
+    the text was finished without it. ``target_steps``: verification runs of the target, one per
+    round; prefill is apart. ``*_by_position[i]``: of the drafts at place i of a proposal.
+    """
+
+    method: str
+    mode: Mode
+    prompt_tokens: int
+    emitted: int
+    rounds: int
+    target_steps: int
+    drafted: int
+    accepted: int
+    rejected: int
+    discarded: int
+    drafted_by_position: tuple[int, ...]
+    accepted_by_position: tuple[int, ...]
+    num_draft_by_round: tuple[int, ...]
+    accepted_by_round: tuple[int, ...]
+    seconds: dict[str, float]
+    provider: str
+
+    def __post_init__(self) -> None:
+        if self.accepted + self.rejected != self.drafted:
+            raise ValueError(f"accepted + rejected must be drafted: {self}")
+        if self.emitted and self.emitted != self.accepted + self.rounds + 1:
+            raise ValueError(f"emitted must be accepted + rounds + 1: {self}")
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that the target accepted; 0 when none was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """The same by place in the proposal."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return tuple(accepted / drafted for accepted, drafted in pairs)
+
+    @property
+    def tokens_per_target_step(self) -> float:
+        """Tokens that a verification run gave on average: 1 in plain decoding."""
+        return (self.emitted - 1) / self.target_steps if self.target_steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over all phases, prefill included."""
+        total = sum(self.seconds.values())
+        return self.emitted / total if total else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and what follows from them, as plain JSON values."""
+        derived = (
+            "acceptance",
+            "acceptance_by_position",
+            "tokens_per_target_step",
+            "tokens_per_second",
+        )
+        return {**encode(self), **{name: encode(getattr(self, name)) for name in derived}}
+
+
+@dataclass
+class Meter:
+    """Counts and times while a generation runs. One phase at a time; None: not ours (paused)."""
+
+    mode: Mode = "plain"
+    prompt_tokens: int = 0
+    emitted: int = 0
+    discarded: int = 0
+    num_draft_by_round: list[int] = field(default_factory=list)
+    drafted_by_round: list[int] = field(default_factory=list)
+    accepted_by_round: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
+    )
+    _phase: Phase | None = None
+    _since: float = 0.0
+
+    def switch(self, phase: Phase | None) -> None:
+        """The current phase ends and ``phase`` begins."""
+        now = time.perf_counter()
+        if self._phase is not None:
+            self.seconds[self._phase] += now - self._since
+        self._phase = phase
+        self._since = now
+
+    def count_round(self, num_draft: int, proposed: int, accepted: int, kept: int) -> None:
+        """A round asked for ``num_draft`` drafts, got ``proposed``, of which ``accepted`` equal
+        the target's, and ``kept`` tokens of its block stand (``accepted + 1`` without a cut)."""
+        if kept <= accepted:
+            drafted = accepted = kept - 1
+        else:
+            drafted = proposed
+        self.emitted += kept
+        self.discarded += proposed - drafted
+        self.num_draft_by_round.append(num_draft)
+        self.drafted_by_round.append(drafted)
+        self.accepted_by_round.append(accepted)
+
+    def freeze(self, method: str, provider: str) -> Stats:
+        """The statistics of what was counted so far."""
+        drafted, accepted = sum(self.drafted_by_round), sum(self.accepted_by_round)
+        places = range(max(self.drafted_by_round, default=0))
+        return Stats(
+            method=method,
+            mode=self.mode,
+            prompt_tokens=self.prompt_tokens,
+            emitted=self.emitted,
+            rounds=len(self.drafted_by_round),
+            target_steps=len(self.drafted_by_round),
+            drafted=drafted,
+            accepted=accepted,
+            rejected=drafted - accepted,
+            discarded=self.discarded,
+            drafted_by_position=tuple(sum(n > i for n in self.drafted_by_round) for i in places),
+            accepted_by_position=tuple(sum(n > i for n in self.accepted_by_round) for i in places),
+            num_draft_by_round=tuple(self.num_draft_by_round),
+            accepted_by_round=tuple(self.accepted_by_round),
+            seconds=dict(self.seconds),
+            provider=provider,
+        )

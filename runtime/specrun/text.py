@@ -1,0 +1,113 @@
+"""Text to token ids, and token ids to text while they arrive."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from specrun.errors import FolderError, UsageError
+from specrun.manifest import REEXPORT
+
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """The checkpoint's ``tokenizer.json``."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise FolderError(f"{path}: does not load: {error}", hint=REEXPORT) from error
+        self._setup()
+
+    @classmethod
+    def wrap(cls, tokenizer: tokenizers.Tokenizer) -> Tokenizer:
+        """Over a tokenizer that is in memory already."""
+        self = cls.__new__(cls)
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._setup()
+        return self
+
+    def _setup(self) -> None:
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.byte_ids = self._byte_ids()
+
+    def _byte_ids(self) -> frozenset[int]:
+        """Ids of the tokens ``<0x00>`` to ``<0xFF>``, where the decoder joins bytes."""
+        decoder = json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+        if "ByteFallback" not in decoder:
+            return frozenset()
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        ids = (self._tokenizer.token_to_id(name) for name in names)
+        return frozenset(id_ for id_ in ids if id_ is not None)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of ``text``; special tokens written in it count as such.
+
+        Raises UsageError for text that is not Unicode (half of a surrogate pair).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"prompt: not valid Unicode text: {error.reason} at {error.start}",
+                hint="give the prompt as UTF-8",
+            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class Detokenizer:
+    """Text of growing ids, in pieces that are never taken back.
+
+    For all ids given, the pieces of every ``push`` and of ``finish`` together are
+    ``decode(ids)``. A piece is held back while it may still change: a character whose bytes are
+    not all there, and a run of byte tokens, which the decoder replaces as a whole when any byte
+    of it turns out wrong. Each step decodes a short window, not the text so far::
+
+        [0, start)     emitted, and not needed any more
+        [start, read)  emitted; the context that keeps the decoder from trimming a leading space
+        [read, end)    held back
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._read = 0  # in the window
+        self._context = ""  # text of window[:read]
+        self.pending = ""  # text of window[read:], not final
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` makes final, often its own, sometimes none or more."""
+        if token in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token)
+        self.pending = self._tokenizer.decode(self._window)[len(self._context) :]
+        if self.pending.endswith(BROKEN) or token in self._tokenizer.byte_ids:
+            return ""
+        return self._release()
+
+    def finish(self) -> str:
+        """What was held back; broken characters show as U+FFFD."""
+        return self._release()
+
+    def _release(self) -> str:
+        text = self.pending
+        if text:
+            self._window = self._window[self._read :]
+            self._read = len(self._window)
+            self._context = self._tokenizer.decode(self._window)
+        self.pending = ""
+        return text

@@ -1,0 +1,208 @@
+"""The command: data on stdout, talk on stderr, exit codes, messages, options that do something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from toys import Toy
+
+from specrun.cli import main
+from specrun.options import EngineOptions, GenerateOptions
+
+ToyFolder = Callable[[Toy], Path]
+
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+
+@pytest.fixture
+def folder(toy_folder: ToyFolder) -> Path:
+    return toy_folder(Toy(drafter=True, max_context=64, chat_template=CHAT, eos=(9,)))
+
+
+def test_text_on_stdout_and_nothing_else(folder: Path) -> None:
+    result = call(folder, "--prompt", "12", "-n", 5)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "34567\n", "")
+    assert call("run", folder, "--prompt", "12", "-n", 5).stdout == "34567\n"
+    assert call("--prompt", "12", "-n", 5, folder).stdout == "34567\n"
+
+
+def test_prompt_from_file_and_stdin(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("12", encoding="utf-8")
+    assert call(folder, "--prompt-file", tmp_path / "prompt.txt", "-n", 2).stdout == "34\n"
+    assert call(folder, "--prompt-file", "-", "-n", 2, stdin="12").stdout == "34\n"
+
+
+def test_stats_on_stderr(folder: Path) -> None:
+    result = call(folder, "--prompt", "12", "-n", 5, "--stats")
+    assert result.stdout == "34567\n"
+    assert "mtp-drafter (speculative) on CPUExecutionProvider" in result.stderr
+    assert "drafted                 3, accepted 3 (100%)" in result.stderr
+
+
+def test_json(folder: Path) -> None:
+    result = call(folder, "--prompt", "12", "-n", 5, "--json")
+    data = json.loads(result.stdout)
+    assert set(data) == {"text", "tokens", "finish_reason", "stats", "options"}
+    assert (data["text"], data["tokens"]) == ("34567", [3, 4, 5, 6, 7])
+    assert data["finish_reason"] == "length"
+    stats = data["stats"]
+    assert stats["accepted"] + stats["rejected"] == stats["drafted"] == 3
+    assert stats["emitted"] == stats["accepted"] + stats["rounds"] + 1 == 5
+    assert set(stats["seconds"]) == {"prefill", "draft", "verify", "other"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says", "hint"),
+    [
+        ([], 2, "no prompt given", "--prompt-file FILE (- for stdin)"),
+        (["--prompt", "1", "--prompt-file", "-"], 2, "--prompt and --prompt-file exclude", "one"),
+        (["--prompt-file", "/nowhere"], 2, "/nowhere: No such file", None),
+        (["--prompt", ""], 2, "prompt: is empty, and this model has no beginning", "one token"),
+        (["--prompt", "1", "-k", "-1"], 2, "--num-assistant-tokens: must be a whole number", "0"),
+        (["--prompt", "1", "-n", "-1"], 2, "--max-new-tokens: must be a whole number", "0"),
+        (["--prompt", "1", "--threads", "0"], 2, "--threads: must be a whole number", "1"),
+        (["--prompt", "1", "--max-context", "65"], 2, "--max-context: the engine was", "64"),
+        (["--prompt", "1", "--system", "x", "--raw"], 2, "--system: got 'x' together", "one"),
+        (["--prompt", "1", "--stop", ""], 2, "--stop: must be strings that are not", "string"),
+        (["--prompt", "1", "--ignore-eos", "--eos-token-id", "3"], 2, "exclude each other", "one"),
+        (["--prompt", "1" * 64], 1, "64 tokens do not fit into the context of 64", "shorten"),
+        (["--prompt", "1", "--device", "cuda"], 1, "--device: 'cuda' is not", "--device cpu"),
+    ],
+)
+def test_errors(folder: Path, arguments: list[str], code: int, says: str, hint: str | None) -> None:
+    result = call(folder, *arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith("Error: ")
+    assert says in result.stderr.splitlines()[0]
+    if hint is not None:
+        assert result.stderr.splitlines()[1].startswith("hint: ")
+        assert hint in result.stderr.splitlines()[1]
+    assert len(result.stderr.splitlines()) <= 2
+
+
+def test_unknown_options_and_choices(folder: Path) -> None:
+    for arguments in (["--bogus"], ["--method", "magic"], ["-k", "many"]):
+        result = call(folder, "--prompt", "1", *arguments)
+        assert result.exit_code == 2
+        assert "Usage: " in result.stderr
+
+
+def test_a_folder_that_is_not_one(tmp_path: Path) -> None:
+    result = call(tmp_path / "nowhere", "--prompt", "1")
+    assert result.exit_code == 1
+    assert "Error: " in result.stderr and "no such folder" in result.stderr
+    assert "hint: give the folder specexport wrote" in result.stderr
+
+
+def test_a_missing_method_is_an_error(toy_folder: ToyFolder) -> None:
+    result = call(toy_folder(Toy()), "--prompt", "1", "--method", "mtp-drafter")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--method: 'mtp-drafter' needs a drafter engine" in result.stderr
+
+
+def test_a_drafter_that_is_gone(folder: Path) -> None:
+    (folder / "mtp_drafter.onnx").unlink()
+    result = call(folder, "--prompt", "12", "-n", 5)
+    assert (result.exit_code, result.stdout) == (0, "34567\n")
+    assert result.stderr.count("warning: the drafter failed: ") == 1
+    assert "mtp_drafter.onnx" in result.stderr
+    assert call(folder, "--prompt", "12", "-n", 5, "--quiet").stderr == ""
+    stats = json.loads(call(folder, "--prompt", "12", "-n", 5, "--json", "-q").stdout)["stats"]
+    assert (stats["mode"], stats["drafted"]) == ("fallback", 0)
+    strict = call(folder, "--prompt", "12", "-n", 5, "--strict")
+    assert strict.exit_code == 1
+    assert "Error: the drafter failed: " in strict.stderr
+
+
+VALUES: dict[str, tuple[list[str], list[str]]] = {
+    "prompt": (["--prompt", "1"], ["--prompt", "2"]),
+    "system": ([], ["--system", "3"]),
+    "raw": ([], ["--raw"]),
+    "method": (["--method", "plain"], ["--method", "prompt-lookup"]),
+    "num_assistant_tokens": (["-k", "1"], ["-k", "2"]),
+    "num_assistant_tokens_schedule": (
+        ["--schedule", "constant"],
+        ["--schedule", "heuristic"],
+    ),
+    "max_matching_ngram_size": ([], ["--max-matching-ngram-size", "3"]),
+    "max_new_tokens": (["-n", "3"], ["-n", "4"]),
+    "eos_token_ids": ([], ["--eos-token-id", "3", "--eos-token-id", "4"]),
+    "stop": ([], ["--stop", "ab", "--stop", "c"]),
+    "threads": (["--threads", "1"], ["--threads", "2"]),
+    "max_context": ([], ["--max-context", "32"]),
+    "prefill_chunk": ([], ["--prefill-chunk", "2"]),
+    "verify": ([], ["--verify", "full"]),
+    "strict": ([], ["--strict"]),
+    "stats": ([], ["--stats"]),
+    "quiet": ([], ["--quiet"]),
+}
+NO_SECOND_VALUE = {"folder", "device"}  # only the CPU is certain to be there
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_takes_effect(folder: Path, name: str) -> None:
+    dumps: list[dict[str, Any]] = []
+    for arguments in VALUES[name]:
+        given = [] if name == "prompt" else ["--prompt", "1"]
+        result = call(folder, *given, *arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        dumps.append(json.loads(result.stdout)["options"])
+    changed = {key for key in dumps[0] if dumps[0][key] != dumps[1][key]}
+    assert name in changed
+    assert changed <= {name, "num_assistant_tokens"}  # plain decoding drafts none
+
+
+def test_no_option_is_left_out_of_that() -> None:
+    fields = {*EngineOptions.__dataclass_fields__, *GenerateOptions.__dataclass_fields__}
+    assert fields <= VALUES.keys() | NO_SECOND_VALUE
+    run = main.commands["run"]  # type: ignore[attr-defined]
+    names = {parameter.name for parameter in run.params}
+    aliases = {"schedule", "eos_token_id", "ignore_eos", "prompt_file", "as_json"}
+    assert names - aliases <= VALUES.keys() | NO_SECOND_VALUE
+
+
+def test_ignore_eos(folder: Path) -> None:
+    assert call(folder, "--prompt", "7", "-n", 5).stdout == "89\n"
+    assert call(folder, "--prompt", "7", "-n", 5, "--ignore-eos").stdout == "89012\n"
+    assert call(folder, "--prompt", "7", "-n", 5, "--eos-token-id", "0").stdout == "890\n"
+
+
+def test_inspect(folder: Path) -> None:
+    result = call("inspect", folder)
+    assert result.exit_code == 0
+    assert "engine mtp_drafter" in result.stdout
+    assert "drafts up to 16 tokens" in result.stdout
+    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 1
+    (folder / "target.onnx").write_bytes(b"")
+    assert call("inspect", folder).exit_code == 1
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call("doctor")
+    assert result.exit_code == 0
+    assert "CPUExecutionProvider" in result.stdout
+    monkeypatch.setattr("specrun.doctor._version", lambda package: "1.0")
+    both = call("doctor")
+    assert both.exit_code == 1
+    assert "onnxruntime and onnxruntime-gpu are both installed" in both.stderr
+    assert json.loads(call("doctor", "--json").stdout)["versions"]["onnxruntime-gpu"] == "1.0"
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["inspect"], ["doctor"]])
+def test_every_help_has_examples(command: list[str]) -> None:
+    result = call(*command, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
+
+
+def test_version() -> None:
+    assert call("--version").stdout.startswith("specrun, version ")

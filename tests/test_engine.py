@@ -1,0 +1,259 @@
+"""The Python API: prompts, fallback, busy engines, folders that move."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drafting import Failing, Oracle
+from toys import Toy
+
+import specrun
+from specrun import ContextFull, Engine, EngineError, UsageError
+
+OpenToy = Callable[..., Engine]
+ToyFolder = Callable[[Toy], Path]
+
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
+    "8{{ message.content }}8{% else %}9{{ message.content }}9{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}7{% endif %}"
+)
+CHATTY = Toy(
+    vocabulary=tuple("0123456789"), specials=("<s>",), bos=10, chat_template=CHAT, modulus=10
+)
+
+
+def test_the_three_lines(toy_folder: ToyFolder) -> None:
+    engine = specrun.load(toy_folder(Toy(drafter=True)))
+    result = engine.generate("12", max_new_tokens=5)
+    assert (result.text, result.tokens, result.finish_reason) == (
+        "34567",
+        [3, 4, 5, 6, 7],
+        "length",
+    )
+    assert result.stats.method == "mtp-drafter"
+    assert "".join(engine.stream("12", max_new_tokens=5)) == "34567"
+
+
+def test_auto_takes_the_best_drafter_there_is(open_toy: OpenToy) -> None:
+    assert open_toy(Toy(drafter=True)).generate([1]).stats.method == "mtp-drafter"
+    assert open_toy(Toy()).generate([1]).stats.method == "prompt-lookup"
+
+
+def test_a_missing_method_is_an_error(open_toy: OpenToy) -> None:
+    with pytest.raises(UsageError, match="'mtp-drafter' needs a drafter engine") as caught:
+        open_toy(Toy()).generate([1], method="mtp-drafter")
+    assert "prompt-lookup" in str(caught.value.hint)
+
+
+def test_modes(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy(drafter=True))
+    modes = {
+        "plain": engine.generate([1], method="plain"),
+        "k=0": engine.generate([1], num_assistant_tokens=0),
+        "mtp": engine.generate([1]),
+    }
+    assert {name: result.stats.mode for name, result in modes.items()} == {
+        "plain": "plain",
+        "k=0": "plain",
+        "mtp": "speculative",
+    }
+    assert len({tuple(result.tokens) for result in modes.values()}) == 1
+    assert modes["k=0"].stats.drafted == 0
+
+
+def test_options_as_they_took_effect(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy(drafter=True, eos=(9,), num_assistant_tokens=3))
+    options = engine.generate([1]).options
+    assert options.method == "mtp-drafter"
+    assert options.num_assistant_tokens == 3
+    assert options.num_assistant_tokens_schedule == "constant"
+    assert options.eos_token_ids == (9,)
+    mine = specrun.GenerateOptions(num_assistant_tokens=2)
+    assert engine.generate([1], options=mine).options.num_assistant_tokens == 2
+    assert mine == specrun.GenerateOptions(num_assistant_tokens=2)
+
+
+# Prompts.
+
+
+def test_chat_template_raw_and_ids(open_toy: OpenToy) -> None:
+    engine = open_toy(CHATTY)
+    assert engine.encode("12") == [10, 9, 1, 2, 9, 7]
+    assert engine.encode("12", specrun.GenerateOptions(raw=True)) == [1, 2]
+    assert engine.encode("1", specrun.GenerateOptions(system="3")) == [10, 8, 3, 8, 9, 1, 9, 7]
+    assert engine.encode([{"role": "user", "content": "12"}]) == [10, 9, 1, 2, 9, 7]
+    assert engine.encode([1, 2]) == [1, 2]
+    assert engine.encode(np.array([1, 2])) == [1, 2]  # type: ignore[arg-type]
+
+
+def test_bos_before_raw_text_once(open_toy: OpenToy) -> None:
+    engine = open_toy(dataclasses.replace(CHATTY, add_bos=True))
+    raw = specrun.GenerateOptions(raw=True)
+    assert engine.encode("12", raw) == [10, 1, 2]
+    assert engine.encode("<s>12", raw) == [10, 1, 2]
+    assert engine.encode("12") == [10, 9, 1, 2, 9, 7]  # the template writes it itself
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt(open_toy: OpenToy, prompt: Any) -> None:
+    assert open_toy(CHATTY).encode(prompt) == [10]
+    with pytest.raises(UsageError, match="prompt: is empty, and this model has no beginning"):
+        open_toy(Toy()).generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (["one", "two"], "batches are not supported yet, got a list of 2 prompts"),
+        ([[1, 2], [3]], "batches are not supported yet"),
+        ([1, 10], "token id 10 at 1 is not in the vocabulary of 10"),
+        ([-1], "token id -1 at 0 is not in the vocabulary"),
+        ([1.5], "must be a text, token ids or messages, got 1.5 at 0"),
+        ([{"role": "user", "content": "1"}], "messages need a chat template"),
+        ("\ud800", "not valid Unicode text"),
+    ],
+)
+def test_prompts_that_cannot_be_meant(open_toy: OpenToy, prompt: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        open_toy(Toy()).generate(prompt)
+
+
+def test_system_needs_a_chat_template(open_toy: OpenToy) -> None:
+    with pytest.raises(UsageError, match="system: this folder has no chat template"):
+        open_toy(Toy()).generate("1", system="2")
+
+
+@pytest.mark.parametrize("length", [16, 17, 40])
+def test_a_prompt_that_fills_the_context(open_toy: OpenToy, length: int) -> None:
+    engine = open_toy(Toy(max_context=16))
+    with pytest.raises(ContextFull, match=f"{length} tokens do not fit into the context of 16"):
+        engine.generate([1] * length)
+    assert len(engine.generate([1] * 15).tokens) == 1
+
+
+def test_a_smaller_context(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy(max_context=64), max_context=20)
+    assert len(engine.generate([1] * 10).tokens) == 10
+    with pytest.raises(UsageError, match="max_context: the engine was exported for 64, got 65"):
+        open_toy(Toy(max_context=64), max_context=65)
+
+
+# A drafter that fails.
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_drafter_that_fails_is_a_warning(open_toy: OpenToy, at: int) -> None:
+    toy = Toy()
+    said: list[str] = []
+    result = open_toy(toy).generate(
+        [1], drafter=Failing(toy, at), max_new_tokens=40, on_warning=said.append
+    )
+    assert result.tokens == toy.plain([1], 40)
+    assert result.stats.mode == "fallback"
+    assert result.stats.drafted == 5 * at
+    assert said == [
+        "the drafter failed: RuntimeError: the drafter broke; going on with plain decoding"
+    ]
+
+
+def test_a_drafter_that_fails_when_strict(open_toy: OpenToy) -> None:
+    toy = Toy()
+    engine = open_toy(toy)
+    with pytest.raises(EngineError, match="the drafter failed: RuntimeError: the drafter broke"):
+        engine.generate([1], drafter=Failing(toy, 1), strict=True)
+    assert engine.generate([1], max_new_tokens=3).tokens == [2, 3, 4]
+
+
+def test_a_drafter_engine_that_is_gone(toy_folder: ToyFolder) -> None:
+    toy = Toy(drafter=True)
+    folder = toy_folder(toy)
+    (folder / "mtp_drafter.onnx").unlink()
+    with specrun.load(folder) as engine:
+        with pytest.warns(RuntimeWarning, match="the drafter failed: .*mtp_drafter.onnx"):
+            result = engine.generate([1], max_new_tokens=9)
+        assert result.tokens == toy.plain([1], 9)
+        assert (result.stats.mode, result.stats.drafted) == ("fallback", 0)
+        with pytest.raises(EngineError, match="mtp_drafter"):
+            engine.generate([1], strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert engine.generate([1], method="prompt-lookup").stats.mode == "speculative"
+
+
+# One generation at a time.
+
+
+def test_a_busy_engine_refuses(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy())
+    with engine.stream([1], max_new_tokens=50) as stream:
+        assert next(stream) == "2"
+        with pytest.raises(UsageError, match="busy with another generation"):
+            engine.generate([1])
+        with pytest.raises(UsageError, match="the stream has not ended"):
+            _ = stream.result
+    assert engine.generate([1], max_new_tokens=2).text == "23"
+
+
+def test_a_failed_generation_frees_the_engine(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy())
+
+    def fail(round_: specrun.Round) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([1], on_round=fail)
+    assert engine.generate([1], max_new_tokens=2).text == "23"
+
+
+def test_a_closed_engine_says_so(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy())
+    engine.close()
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.generate([1])
+
+
+def test_generations_do_not_leak_into_each_other(open_toy: OpenToy) -> None:
+    toy = Toy(history_weight=3, modulus=7)
+    engine = open_toy(toy)
+    for prompt in ([1, 2, 3], [4], [5, 6]):
+        result = engine.generate(prompt, drafter=Oracle(toy), max_new_tokens=30)
+        assert result.tokens == toy.plain(prompt, 30)
+
+
+# Folders.
+
+
+def test_a_folder_may_be_moved_and_read_only(
+    toy_folder: ToyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new place äöü"
+    shutil.move(toy_folder(Toy()), folder)
+    for path in [*folder.iterdir(), folder]:
+        path.chmod(path.stat().st_mode & 0o555)
+    monkeypatch.chdir(tmp_path)
+    engine = specrun.load("new place äöü")
+    monkeypatch.chdir("/")
+    assert engine.generate([1], max_new_tokens=3).text == "234"
+    folder.chmod(0o755)
+
+
+def test_a_device_that_is_not_there_is_an_error(toy_folder: ToyFolder) -> None:
+    folder = toy_folder(Toy())
+    for device in ("cuda", "gpu3"):
+        with pytest.raises(EngineError, match=f"device: '{device}' is not available") as caught:
+            specrun.load(folder, device=device)
+        assert "--device cpu" in str(caught.value.hint)
+    assert specrun.load(folder).generate([1]).stats.provider == "CPUExecutionProvider"
+
+
+def test_threads_default_to_the_cpus_we_may_use(open_toy: OpenToy) -> None:
+    assert open_toy(Toy(), threads=None).options.threads == len(os.sched_getaffinity(0))

@@ -1,0 +1,115 @@
+"""The folder is refused, with file, field and a way out, before any engine is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import toys
+from toys import Change, Toy, change, put
+
+import specrun
+from specrun import FolderError, manifest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return toys.write_folder(tmp_path / "engines", Toy(drafter=True))
+
+
+@pytest.fixture(autouse=True)
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here gets as far as opening an engine."""
+    monkeypatch.setattr("specrun.ort.open_session", None)
+
+
+def refused(folder: Path, says: str) -> None:
+    with pytest.raises(FolderError, match=says) as caught:
+        specrun.load(folder)
+    assert str(folder) in str(caught.value)
+    assert caught.value.hint
+
+
+def test_written_and_read_is_the_same(folder: Path) -> None:
+    read = manifest.read(folder, verify="full")
+    text = (folder / manifest.MANIFEST).read_text(encoding="utf-8")
+    assert manifest.dumps(read) == text
+
+
+DRAFTER = ("engines", "mtp_drafter")
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (put("colour", value="red"), r"field must be one of \[.*\], got 'colour'"),
+        (put("tokenizer", "kind", value="bpe"), "tokenizer: field must be one of .* got 'kind'"),
+        (put("format", value=2), "format: this specrun reads up to 1, got 2"),
+        (put("format", value="1"), "format: must be 1, got '1'"),
+        (lambda data: data.pop("generation"), "field 'generation' is missing"),
+        (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
+        (put("generation", "max_context", value=True), "generation.max_context: must be int"),
+        (put("generation", "max_context", value=1), "max_context must be at least 2, got 1"),
+        (put("engines", "target", "kv_dtype", value="bfloat16"), "kv_dtype: must be one of"),
+        (put("engines", "critic", value={}), "engines key: must be one of"),
+        (lambda data: data["engines"].pop("target"), "engines: field 'target' is missing"),
+        (lambda data: data["engines"]["target"]["inputs"].pop(0), "inputs: must hold .*tokens"),
+        (put("engines", "target", "file", value="other.onnx"), "'other.onnx' is used and not"),
+        (put("files", 0, "path", value="../target.onnx"), "path must stay inside the folder"),
+        (put("files", 0, "path", value="/etc/passwd"), "path must stay inside the folder"),
+        (put(*DRAFTER, "mtp", "target_sha256", value="0" * 64), "exported for target 000000000000"),
+        (put(*DRAFTER, "mtp", value=None), "field 'mtp' is missing"),
+        (put(*DRAFTER, "mtp", "kv_map", value={"full_attention": 3}), "must name the layers in kv"),
+        (put(*DRAFTER, "mtp", "num_assistant_tokens", value=99), "must be in 1..16, got 99"),
+    ],
+)
+def test_a_manifest_that_is_not_right(folder: Path, edit: Change, says: str) -> None:
+    change(folder, edit)
+    refused(folder, says)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
+def test_a_manifest_that_is_not_one(folder: Path, text: str) -> None:
+    (folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
+    refused(folder, "manifest.json: (not JSON|format: must be 1, got None)")
+
+
+def test_a_newer_format_says_what_to_upgrade(folder: Path) -> None:
+    change(folder, put("format", value=9))
+    with pytest.raises(FolderError) as caught:
+        specrun.load(folder)
+    assert caught.value.hint == "upgrade specrun"
+
+
+@pytest.mark.parametrize("name", ["target.onnx", "tokenizer.json", "mtp_drafter.onnx"])
+def test_a_changed_file(folder: Path, name: str) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+    refused(folder, f"{name}: changed since the export: sha256 must be")
+    (folder / name).write_bytes(content[:-1])
+    refused(folder, f"{name}: must have {len(content)} bytes, has {len(content) - 1}")
+
+
+@pytest.mark.parametrize("name", ["target.onnx", "tokenizer.json"])
+def test_a_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    refused(folder, f"{name}: the manifest lists it, it is missing")
+
+
+def test_a_drafter_of_another_target(folder: Path, tmp_path: Path) -> None:
+    other = toys.write_folder(tmp_path / "other", Toy(drafter=True, modulus=9))
+    (folder / "mtp_drafter.onnx").write_bytes((other / "mtp_drafter.onnx").read_bytes())
+    refused(folder, "mtp_drafter.onnx: (must have|changed since)")
+
+
+def test_a_link_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.onnx").write_bytes((folder / "target.onnx").read_bytes())
+    (folder / "target.onnx").unlink()
+    (folder / "target.onnx").symlink_to(tmp_path / "elsewhere.onnx")
+    refused(folder, "target.onnx: leads out of the engine folder")
+
+
+def test_no_folder_and_no_manifest(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such folder")
+    refused(tmp_path, "no manifest.json in it")

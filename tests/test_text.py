@@ -1,0 +1,141 @@
+"""Streamed text: pieces that together are the whole, with no broken character and nothing taken
+back (C70), for byte-level BPE and for byte fallback."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from specrun.text import BROKEN, Detokenizer, Tokenizer
+
+TEXTS = [
+    "plain words, then more words",
+    "family 👨‍👩‍👧‍👦 and 🇩🇪 flags 🎉🎉",
+    "한국어 텍스트와 조합 각",
+    "中文 字符 and 日本語 mixed",
+    "  two leading spaces, a\ttab\nand a line  ",
+    "naïve café — “quotes” … ½",
+    "é" * 7 + " " + "🦊" * 5,
+    "literal \ufffd stays",
+]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["words and more words, the text"] * 3, trainer)
+    return tokenizer
+
+
+def byte_fallback(strip: bool) -> tokenizers.Tokenizer:
+    """As Llama (strips the first space) or Gemma (does not) have it."""
+    pieces = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += sorted(set("▁abcdefghijklmnopqrstuvwxyz,中é"))
+    pieces += ["▁w", "or", "ds", "▁wor", "▁words", "▁▁"]
+    merges = [("▁", "w"), ("o", "r"), ("d", "s"), ("▁w", "or"), ("▁wor", "ds"), ("▁", "▁")]
+    vocabulary = {piece: id_ for id_, piece in enumerate(pieces)}
+    model = models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if strip:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[arg-type]
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """A decoder that trims the first token's leading space."""
+    tokenizer = byte_fallback(strip=True)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return tokenizer
+
+
+TOKENIZERS = {
+    "byte-level": byte_level(),
+    "byte-fallback, strip": byte_fallback(strip=True),
+    "byte-fallback": byte_fallback(strip=False),
+    "metaspace": metaspace(),
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer.wrap(TOKENIZERS[request.param])
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(id_) for id_ in ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_are_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if BROKEN not in text:
+        assert not any(BROKEN in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_tail_cut_anywhere(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for end in range(len(ids) + 1):
+        pieces = stream(tokenizer, ids[:end])
+        assert "".join(pieces) == tokenizer.decode(ids[:end])
+        if BROKEN not in text:
+            assert not any(BROKEN in piece for piece in pieces[:-1])
+
+
+def test_random_ids(tokenizer: Tokenizer) -> None:
+    """Bytes that make no character, specials in the middle: still the same as at once."""
+    rng = random.Random(1)
+    size = TOKENIZERS["byte-level"].get_vocab_size()
+    for _ in range(300):
+        ids = [rng.randrange(min(size, 280)) for _ in range(rng.randrange(1, 24))]
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    words = tokenizer.encode("words words", add_special_tokens=False)
+    assert {0, 1} <= tokenizer.special_ids
+    pieces = stream(tokenizer, [0, *words, 1])
+    assert "".join(pieces) == tokenizer.decode(words)
+    assert pieces[0] == "" and pieces[-2] == ""
+
+
+def test_text_comes_as_early_as_it_is_final() -> None:
+    tokenizer = Tokenizer.wrap(TOKENIZERS["byte-level"])
+    ids = tokenizer.encode("a🦊b", add_special_tokens=False)
+    assert stream(tokenizer, ids) == ["a", "", "", "", "🦊", "b", ""]
+
+
+def test_a_byte_run_waits_for_its_end() -> None:
+    """The decoder replaces the whole run when one byte of it is wrong."""
+    tokenizer = Tokenizer.wrap(TOKENIZERS["byte-fallback"])
+    fox = tokenizer.encode("🦊", add_special_tokens=False)
+    word = tokenizer.encode("a", add_special_tokens=False)
+    assert stream(tokenizer, fox + word)[:5] == ["", "", "", "", "🦊a"]
+    assert stream(tokenizer, fox + fox[:1])[-1] == BROKEN * 5 == tokenizer.decode(fox + fox[:1])
+
+
+def test_the_window_stays_short() -> None:
+    tokenizer = Tokenizer.wrap(TOKENIZERS["byte-level"])
+    detokenizer = Detokenizer(tokenizer)
+    for id_ in tokenizer.encode("words and more words " * 50, add_special_tokens=False):
+        detokenizer.push(id_)
+        assert len(detokenizer._window) <= 3
