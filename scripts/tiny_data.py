@@ -24,8 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
-from tokenizers import normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 PACKAGES = ("python3.11-doc", "bible-kjv-text", "bible-kjv")
 """Debian packages; the last holds only the program that unpacks the text of the second."""

@@ -3,19 +3,13 @@
     python scripts/train_tiny.py                        # every stage, under an hour on two cores
     python scripts/train_tiny.py --stage assistant      # one stage again, on what is there
 
-Stages, each resumed where it stopped: `data` fetches and cleans the text, `tokenizer` learns the
-vocabulary, `target` trains the language model, `assistant` lets the target write, then trains the
-drafter on what the target wrote, `evaluate` measures both on the saved (rounded) weights.
+Stages, each resumed where it stopped (delete its file under `--work` to redo it): `data` fetches
+and cleans the text, `tokenizer` learns the vocabulary, `target` trains the language model,
+`assistant` lets the target write, then trains the drafter on what the target wrote, `evaluate`
+measures both on the saved (rounded) weights.
 
-How the assistant is trained is how transformers runs it. With n the index of the last token, the
-target has read rows 0 … n-1 and row n-1 chose token n. The draft of step k = 0 … K-1 computes
-
-    x_k = pre_projection([embed_target(token n+k), h_k]),   h_0 = target hidden row n-1
-    y_k = layers(x_k), queries at position n, keys and values of target rows 0 … n-1
-    h_{k+1} = post_projection(y_k),   draft token n+k+1 = argmax(head(y_k))
-
-where sliding layers see the last window + 1 rows. All n of a row are trained at once: one query
-per n, and a mask that shows it rows < n of the target's keys.
+On cores shared with other work, set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait for
+a descheduled one cost three quarters of the speed.
 """
 
 from __future__ import annotations
@@ -25,24 +19,22 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiny_data
+import tiny_pair
 import torch
-from tiny_data import BOS, EOS, PAD, TURN_END, VOCAB_SIZE
+from tiny_data import PAD
+from tiny_pair import END_IDS, MAX_POSITIONS, balanced_clusters, draft_hidden, softcapped_logits
 from torch import Tensor, nn
 from torch.nn import functional
 
 STAGES = ("data", "tokenizer", "target", "assistant", "evaluate")
 ROOT = Path(__file__).resolve().parent.parent
-WINDOW = 64
-LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-END_IDS = [EOS, TURN_END]
-MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -54,8 +46,9 @@ class Recipe:
     batch_rows: int = 8
     target_steps: int = 2000
     assistant_steps: int = 800
-    distill_rows: int = 4608
-    distill_row_length: int = 320
+    written_lessons: int = 768
+    text_lessons: int = 3072
+    lesson_length: int = 320
     draft_steps: int = 4
     compile: bool = True
     minutes: float = 55.0
@@ -67,99 +60,6 @@ class Recipe:
     @property
     def assistant_seconds(self) -> float:
         return self.minutes * 60 * 0.25
-
-
-# --- models -------------------------------------------------------------------------------------
-
-
-def target_config() -> Any:
-    """E2B in miniature: per-layer embeddings, KV sharing, two head sizes, softcap."""
-    from transformers import Gemma4TextConfig
-
-    return Gemma4TextConfig(
-        vocab_size=VOCAB_SIZE,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-        hidden_size=256,
-        hidden_size_per_layer_input=16,
-        intermediate_size=384,
-        use_double_wide_mlp=True,
-        num_hidden_layers=len(LAYER_TYPES),
-        num_kv_shared_layers=3,
-        layer_types=LAYER_TYPES,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        global_head_dim=64,
-        sliding_window=WINDOW,
-        final_logit_softcapping=30.0,
-        max_position_embeddings=MAX_POSITIONS,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=END_IDS,
-    )
-
-
-def assistant_config() -> Any:
-    """Four layers, half the target's width; head sizes are the target's, whose keys they read."""
-    from transformers import Gemma4AssistantConfig, Gemma4TextConfig
-
-    layer_types = ["sliding_attention"] * 3 + ["full_attention"]
-    text = Gemma4TextConfig(
-        vocab_size=VOCAB_SIZE,
-        vocab_size_per_layer_input=0,
-        hidden_size=128,
-        hidden_size_per_layer_input=0,
-        intermediate_size=256,
-        num_hidden_layers=len(layer_types),
-        num_kv_shared_layers=len(layer_types),
-        layer_types=layer_types,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        global_head_dim=64,
-        sliding_window=WINDOW,
-        max_position_embeddings=MAX_POSITIONS,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=END_IDS,
-    )
-    return Gemma4AssistantConfig(
-        text_config=text,
-        backbone_hidden_size=256,
-        use_ordered_embeddings=True,
-        num_centroids=64,
-        centroid_intermediate_top_k=12,
-    )
-
-
-def soften_attention(model: nn.Module) -> None:
-    """Gemma 4 scales scores by 1, so unit query norms start nearly one-hot: start at 1/sqrt(d)."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("q_norm.weight"):
-            nn.init.constant_(parameter, len(parameter) ** -0.5)
-
-
-def new_target(seed: int) -> Any:
-    from transformers import Gemma4ForCausalLM
-
-    torch.manual_seed(seed)
-    model = Gemma4ForCausalLM(target_config())
-    soften_attention(model)
-    return model
-
-
-def new_assistant(seed: int, target: Any) -> Any:
-    """A fresh assistant whose head starts as the best low-rank copy of the target's."""
-    from transformers import Gemma4AssistantForCausalLM
-
-    torch.manual_seed(seed)
-    model = Gemma4AssistantForCausalLM(assistant_config())
-    soften_attention(model)
-    with torch.no_grad():
-        u, s, _ = torch.linalg.svd(target.lm_head.weight.float(), full_matrices=False)
-        width = model.lm_head.weight.shape[1]
-        model.lm_head.weight.copy_(u[:, :width] * s[:width])
-    return model
 
 
 # --- training loop ------------------------------------------------------------------------------
@@ -263,26 +163,12 @@ def compiled(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False) if enabled else function
 
 
-def softcapped_logits(target: Any, hidden: Tensor) -> Tensor:
-    cap = target.config.final_logit_softcapping
-    logits: Tensor = torch.tanh(target.lm_head(hidden).float() / cap) * cap
-    return logits
-
-
-def save_rounded(model: Any, folder: Path) -> None:
-    """Write bfloat16 weights and the configs that belong to them."""
-    import copy
-
-    rounded = copy.deepcopy(model).to(torch.bfloat16)
-    rounded.save_pretrained(folder)
-
-
 # --- target -------------------------------------------------------------------------------------
 
 
 def train_target(recipe: Recipe, work: Path, out: Path) -> None:
     rows = torch.from_numpy(np.load(work / "rows.npy"))
-    model = new_target(recipe.seed)
+    model = tiny_pair.new_target(recipe.seed)
     body = compiled(model.model, recipe.compile)
     batch_of = batches(rows, recipe.batch_rows, recipe.seed)
 
@@ -304,24 +190,11 @@ def train_target(recipe: Recipe, work: Path, out: Path) -> None:
     rates = (0.004, 0.004)
     train(model, loss_of, recipe.target_steps, recipe.target_seconds, work / "target.pt", rates)
     model.generation_config.eos_token_id = END_IDS
-    save_rounded(model, out / "target")
+    tiny_pair.save_rounded(model, out / "target")
 
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def load_target(out: Path) -> Any:
-    """The saved target, rounded weights, computing in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
-
-
-def load_assistant(out: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(out / "assistant", dtype=torch.float32).eval()
 
 
 # --- assistant ----------------------------------------------------------------------------------
@@ -329,7 +202,7 @@ def load_assistant(out: Path) -> Any:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What the target wrote: rows of prompt and continuation, `PAD` behind, and the prompt's length."""
+    """Rows for the assistant, `PAD` behind the text, and how many ids of each are prompt."""
 
     ids: Tensor
     prompt_lengths: Tensor
@@ -370,9 +243,8 @@ def written_by_target(target: Any, prompts: list[list[int]], length: int, seed: 
                 ids,
                 attention_mask=mask,
                 max_new_tokens=min(224, length - widest),
-                do_sample=index % 4 == 3,
-                top_k=0,
                 pad_token_id=PAD,
+                **({"do_sample": True, "top_k": 0} if index % 4 == 3 else {"do_sample": False}),
             )
         for prompt, row in zip(group, written, strict=True):
             kept = row[widest - len(prompt) :][:length]
@@ -382,44 +254,10 @@ def written_by_target(target: Any, prompts: list[list[int]], length: int, seed: 
     return Lessons(torch.stack(rows), torch.tensor([len(p) for p in prompts]))
 
 
-def draft_masks(queries: int, keys: int) -> dict[str, Tensor]:
-    """Query of last-token index n = 1 … sees rows < n; sliding layers rows n-1-window … n-1."""
-    last_token = torch.arange(1, queries + 1)[:, None]
-    row = torch.arange(keys)[None, :]
-    full = row < last_token
-    sliding = full & (row >= last_token - 1 - WINDOW)
-    return {"full_attention": full[None, None], "sliding_attention": sliding[None, None]}
-
-
-def draft_hidden(
-    body: Callable[..., Any], assistant: Any, target: Any, ids: Tensor, read: Any, steps: int
-) -> Iterator[Tensor]:
-    """y_0 … y_{steps-1} for every last-token index n = 1 … T - steps of the rows, as in the module's docs."""
-    queries = ids.shape[1] - steps
-    positions = torch.arange(1, queries + 1)[None]
-    masks = draft_masks(queries, ids.shape[1])
-    states = {kind: (key, value) for kind, (key, value) in read.shared_kv_states.items()}
-    hidden = read.last_hidden_state[:, :queries]
-    for k in range(steps):
-        embedded = target.model.embed_tokens(ids[:, 1 + k : 1 + k + queries])
-        projected = assistant.pre_projection(torch.cat([embedded, hidden], dim=-1))
-        result = body(
-            inputs_embeds=projected,
-            attention_mask=masks,
-            position_ids=positions,
-            shared_kv_states=states,
-            use_cache=False,
-            # A tensor, since the model drops rows of all-shared layers for the default 0.
-            logits_to_keep=positions,
-        )
-        yield result.last_hidden_state
-        hidden = assistant.post_projection(result.last_hidden_state)
-
-
 def train_assistant(recipe: Recipe, work: Path, out: Path) -> None:
-    target = load_target(out)
+    target = tiny_pair.load_target(out)
     lessons = load_lessons(recipe, work, target)
-    assistant = new_assistant(recipe.seed, target)
+    assistant = tiny_pair.new_assistant(recipe.seed, target)
     body = compiled(assistant.model, recipe.compile)
     reader = compiled(target.model, recipe.compile)
     numbers = batches(torch.arange(len(lessons.ids)), recipe.batch_rows, recipe.seed)
@@ -452,66 +290,57 @@ def train_assistant(recipe: Recipe, work: Path, out: Path) -> None:
     rates = (0.004, 0.003)
     seconds = recipe.assistant_seconds
     train(assistant, loss_of, recipe.assistant_steps, seconds, work / "assistant.pt", rates)
-    train_centroids(assistant, target, body, lesson, recipe)
+    train_centroids(assistant, target, lesson, recipe)
     assistant.generation_config.num_assistant_tokens = recipe.draft_steps
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    save_rounded(assistant, out / "assistant")
+    tiny_pair.save_rounded(assistant, out / "assistant")
 
 
 def teaching_loss(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Half the target's distribution, half its greedy choice, which is what greedy drafts must hit."""
+    """Half the target's distribution, half its greedy choice, which greedy drafts must hit."""
     soft = functional.cross_entropy(logits, teacher.softmax(-1))
     hard = functional.cross_entropy(logits, teacher.argmax(-1))
     return 0.5 * (soft + hard)
 
 
+def text_lessons(tokenizer: Any, texts: list[str], length: int) -> Lessons:
+    """Plain texts and chats of the training set, which the target only reads; no prompt."""
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    rows = [torch.tensor(encoding.ids[:length]) for encoding in encoded]
+    padded = [functional.pad(row, (0, length - len(row)), value=PAD) for row in rows]
+    return Lessons(torch.stack(padded), torch.ones(len(rows), dtype=torch.long))
+
+
 def load_lessons(recipe: Recipe, work: Path, target: Any) -> Lessons:
+    """Rows that the target wrote, which is what drafts must hit, and rows of the training text."""
     path = work / "lessons.pt"
     if path.exists():
         saved = torch.load(path, weights_only=True)
         return Lessons(saved["ids"], saved["prompt_lengths"])
-    passages = [p for p in tiny_data.load_passages(work / "passages.jsonl") if not p.held_out]
+    tokenizer = load_tokenizer(work)
+    passages = training_passages(work)
     rng = random.Random(recipe.seed + 1)
-    prompts = opening_prompts(load_tokenizer(work), passages, recipe.distill_rows, rng)
-    lessons = written_by_target(target, prompts, recipe.distill_row_length, recipe.seed)
-    torch.save({"ids": lessons.ids, "prompt_lengths": lessons.prompt_lengths}, path)
-    return lessons
+    prompts = opening_prompts(tokenizer, passages, recipe.written_lessons, rng)
+    written = written_by_target(target, prompts, recipe.lesson_length, recipe.seed)
+    texts = tiny_data.training_texts(passages, 1.0, rng)[: recipe.text_lessons]
+    known = text_lessons(tokenizer, texts, recipe.lesson_length)
+    ids = torch.cat([written.ids, known.ids])
+    prompt_lengths = torch.cat([written.prompt_lengths, known.prompt_lengths])
+    torch.save({"ids": ids, "prompt_lengths": prompt_lengths}, path)
+    return Lessons(ids, prompt_lengths)
 
 
 # --- centroid head ------------------------------------------------------------------------------
 
 
-def balanced_clusters(vectors: Tensor, count: int, rounds: int = 12) -> Tensor:
-    """Token order in which each consecutive `len / count` tokens form one cluster of like rows.
-
-    Spherical k-means with full clusters closed: the tokens surest of their cluster choose first.
-    """
-    unit = functional.normalize(vectors, dim=-1)
-    capacity = len(unit) // count
-    generator = torch.Generator().manual_seed(0)
-    centers = unit[torch.randperm(len(unit), generator=generator)[:count]]
-    members: list[list[int]] = []
-    for _ in range(rounds):
-        scores = unit @ centers.T
-        best = scores.topk(2, dim=-1).values
-        wishes = scores.argsort(dim=-1, descending=True).tolist()
-        members = [[] for _ in range(count)]
-        for token in (best[:, 0] - best[:, 1]).argsort(descending=True).tolist():
-            free = next(c for c in wishes[token] if len(members[c]) < capacity)
-            members[free].append(token)
-        centers = functional.normalize(torch.stack([unit[m].mean(0) for m in members]), dim=-1)
-    return torch.tensor([token for cluster in members for token in sorted(cluster)])
-
-
 def train_centroids(
     assistant: Any,
     target: Any,
-    body: Callable[..., Any],
     lesson: Callable[[int], tuple[Tensor, Any, Tensor, Tensor]],
     recipe: Recipe,
-    steps: int = 120,
+    steps: int = 60,
 ) -> None:
-    """Cluster the head's rows, then teach the centroids to find the cluster of the target's token."""
+    """Cluster the head's rows, then teach the centroids the cluster of the target's token."""
     head = assistant.masked_embedding
     order = balanced_clusters(assistant.lm_head.weight.detach(), head.num_centroids)
     head.token_ordering.copy_(order)
@@ -524,7 +353,9 @@ def train_centroids(
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             ids, read, teacher, inside = lesson(step)
             queries = ids.shape[1] - recipe.draft_steps
-            drafts = list(draft_hidden(body, assistant, target, ids, read, recipe.draft_steps))
+            drafts = list(
+                draft_hidden(assistant.model, assistant, target, ids, read, recipe.draft_steps)
+            )
             wanted = [teacher[:, 1 + k : 1 + k + queries] for k in range(len(drafts))]
             kept = [inside[:, 1 + k : 1 + k + queries] for k in range(len(drafts))]
             hidden = torch.cat([d[m] for d, m in zip(drafts, kept, strict=True)]).float()
@@ -537,138 +368,47 @@ def train_centroids(
     log(f"centroids: loss {loss.item():.3f}")
 
 
-# --- evaluation ---------------------------------------------------------------------------------
-
-
-def held_out_loss(target: Any, tokenizer: Any, passages: list[Any], row_length: int) -> float:
-    """Nats per token over the passages never trained on, plain text."""
-    texts = [tiny_data.plain_text(p) for p in passages if p.held_out]
-    rows = torch.from_numpy(tiny_data.pack_rows(tokenizer, texts, row_length)).long()
-    losses = []
-    with torch.no_grad():
-        for batch in rows.split(8):
-            logits = target(input_ids=batch[:, :-1], use_cache=False).logits
-            losses.append(functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
-    return float(torch.stack(losses).mean())
-
-
-@torch.no_grad()
-def draft(assistant: Any, target: Any, ids: list[int], read: Any, k: int) -> list[int]:
-    """K draft tokens after the last of `ids`, of which the target has read all but the last."""
-    last, states = ids[-1], read.shared_kv_states
-    committed = len(ids) - 1
-    states = {kind: (k_[:, :, :committed], v[:, :, :committed]) for kind, (k_, v) in states.items()}
-    hidden = read.hidden_states[-1][:, committed - 1 : committed]
-    drafted: list[int] = []
-    for _ in range(k):
-        embedded = target.get_input_embeddings()(torch.tensor([[last]]))
-        result = assistant(
-            inputs_embeds=torch.cat([embedded, hidden], dim=-1),
-            position_ids=torch.tensor([[committed]]),
-            shared_kv_states=states,
-        )
-        last, hidden = int(result.logits.argmax()), result.last_hidden_state
-        drafted.append(last)
-    return drafted
-
-
-@torch.no_grad()
-def speculate(
-    target: Any, assistant: Any, prompt: list[int], new: int, k: int
-) -> tuple[list[int], list[int]]:
-    """Greedy speculative decoding, the target re-reading everything; ids and accepted counts."""
-    ids, accepted = list(prompt), list[int]()
-
-    def read(tokens: list[int]) -> Any:
-        return target(
-            input_ids=torch.tensor([tokens]),
-            use_cache=False,
-            output_hidden_states=True,
-            return_shared_kv_states=True,
-        )
-
-    seen = read(ids)
-    ids.append(int(seen.logits[0, -1].argmax()))
-    while len(ids) - len(prompt) < new and not set(ids[len(prompt) :]) & set(END_IDS):
-        drafted = draft(assistant, target, ids, seen, k)
-        seen = read(ids + drafted)
-        choices = seen.logits[0, len(ids) - 1 :].argmax(-1).tolist()
-        count = next((i for i in range(k) if drafted[i] != choices[i]), k)
-        accepted.append(count)
-        ids += choices[: count + 1]
-    return ids[len(prompt) : len(prompt) + new], accepted
-
-
-def reference_acceptance(
-    target: Any, assistant: Any, prompts: list[list[int]], new: int
-) -> tuple[float, int]:
-    """Drafts accepted per round in transformers' own generate, and how many outputs equal plain ones."""
-    rounds, written, equal = 0, 0, 0
-    calls: list[int] = []
-    handle = target.register_forward_hook(lambda *_: calls.append(1))
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        plain = target.generate(ids, max_new_tokens=new, do_sample=False)
-        calls.clear()
-        assisted = target.generate(
-            ids, max_new_tokens=new, do_sample=False, assistant_model=assistant
-        )
-        rounds += len(calls) - 1
-        written += assisted.shape[1] - len(prompt) - 1
-        equal += int(torch.equal(plain, assisted))
-    handle.remove()
-    return written / max(rounds, 1) - 1, equal
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate(recipe: Recipe, work: Path, out: Path, prompts_file: Path) -> dict[str, Any]:
     """Measure the saved pair and print samples; returns the figures."""
     from transformers import AutoTokenizer
 
-    target, assistant = load_target(out), load_assistant(out)
+    target, assistant = tiny_pair.load_target(out), tiny_pair.load_assistant(out)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     texts: list[str] = json.loads(prompts_file.read_text(encoding="utf-8"))
-    prompts = [chat_ids(tokenizer, text) for text in texts]
+    prompts = [tiny_pair.chat_ids(tokenizer, text) for text in texts]
     passages = tiny_data.load_passages(work / "passages.jsonl")
-    figures: dict[str, Any] = {
-        "held_out_loss": held_out_loss(target, load_tokenizer(work), passages, recipe.row_length)
-    }
-    for sparse in (True, False):
+    loss = tiny_pair.held_out_loss(target, load_tokenizer(work), passages, recipe.row_length)
+    figures: dict[str, Any] = {"held_out_loss": round(loss, 3)}
+    for name, sparse in (("plain", False), ("centroid", True)):
         assistant.config.use_ordered_embeddings = sparse
-        counts = list[int]()
-        lengths = list[int]()
-        for text, prompt in zip(texts, prompts, strict=True):
-            ids, accepted = speculate(target, assistant, prompt, 128, recipe.draft_steps)
-            counts, lengths = counts + accepted, [*lengths, len(ids)]
-            if sparse:
-                mean = sum(accepted) / max(len(accepted), 1)
-                print(
-                    f"--- {text}\n{tokenizer.decode(ids)}\n    [{len(ids)} tokens, {mean:.2f} accepted]"
-                )
-        name = "centroid" if sparse else "plain"
-        figures[f"accepted_per_round_{name}_head"] = sum(counts) / len(counts)
-        figures["new_tokens"] = lengths
-        reached = [
-            sum(c >= i for c in counts) / len(counts) for i in range(1, recipe.draft_steps + 1)
+        runs = [
+            tiny_pair.speculate(target, assistant, prompt, 128, recipe.draft_steps)
+            for prompt in prompts
         ]
-        figures[f"reached_{name}_head"] = [round(share, 3) for share in reached]
-    assistant.config.use_ordered_embeddings = True
-    accepted_there, equal = reference_acceptance(target, assistant, prompts, 128)
-    figures["accepted_per_round_transformers"] = accepted_there
-    figures["equal_to_plain"] = f"{equal}/{len(prompts)}"
-    raw = torch.tensor([tokenizer.encode("And it came to pass")])
-    print(
-        "--- raw text\n"
-        + tokenizer.decode(target.generate(raw, max_new_tokens=100, do_sample=False)[0])
-    )
+        figures[f"{name}_head"] = acceptance([accepted for _, accepted in runs], recipe.draft_steps)
+    for text, (ids, accepted) in zip(texts, runs, strict=True):
+        mean = sum(accepted) / max(len(accepted), 1)
+        print(f"--- {text}\n{tokenizer.decode(ids)}\n[{len(ids)} tokens, {mean:.2f} a round]")
+    figures["new_tokens"] = [len(ids) for ids, _ in runs]
+    mean, equal = tiny_pair.reference_acceptance(target, assistant, prompts, 128)
+    figures["transformers"] = {"mean": round(mean, 3), "equal_to_plain": f"{equal}/{len(prompts)}"}
+    opening = torch.tensor([tokenizer.encode("And it came to pass")])
+    written = target.generate(opening, max_new_tokens=100, do_sample=False)[0]
+    print(f"--- plain text\n{tokenizer.decode(written)}")
     figures["bytes"] = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     print(json.dumps(figures))
     return figures
 
 
-def chat_ids(tokenizer: Any, text: str) -> list[int]:
-    messages = [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+def acceptance(runs: list[list[int]], draft_steps: int) -> dict[str, Any]:
+    """Mean accepted drafts a round over all rounds, and the share of rounds reaching each depth."""
+    counts = [count for run in runs for count in run]
+    depths = [sum(c >= depth for c in counts) / len(counts) for depth in range(1, draft_steps + 1)]
+    mean = sum(counts) / len(counts)
+    return {"mean": round(mean, 3), "depths": [round(share, 3) for share in depths]}
 
 
 # --- stages -------------------------------------------------------------------------------------
@@ -684,20 +424,23 @@ def load_tokenizer(work: Path) -> Any:
     return Tokenizer.from_file(str(work / "tokenizer.json"))
 
 
+def training_passages(work: Path) -> list[tiny_data.Passage]:
+    return [p for p in tiny_data.load_passages(work / "passages.jsonl") if not p.held_out]
+
+
 def prepare_data(work: Path) -> None:
     if (work / "passages.jsonl").exists():
         return
     versions = tiny_data.fetch_packages(work / "packages")
     passages = tiny_data.read_passages(work / "packages")
     tiny_data.save_passages(passages, work / "passages.jsonl")
-    log(
-        f"data: {versions}, {len(passages)} passages, {sum(len(p.text) for p in passages)} characters"
-    )
+    characters = sum(len(p.text) for p in passages)
+    log(f"data: {versions}, {len(passages)} passages, {characters} characters")
 
 
 def prepare_tokenizer(recipe: Recipe, work: Path, out: Path) -> None:
     """Learn the vocabulary, save it beside both models, and encode the training rows."""
-    passages = [p for p in tiny_data.load_passages(work / "passages.jsonl") if not p.held_out]
+    passages = training_passages(work)
     tokenizer = tiny_data.train_tokenizer([tiny_data.plain_text(p) for p in passages])
     tiny_data.check_round_trip(tokenizer)
     tokenizer.save(str(work / "tokenizer.json"))
@@ -730,7 +473,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target-steps", type=int, default=defaults.target_steps)
     parser.add_argument("--assistant-steps", type=int, default=defaults.assistant_steps)
-    parser.add_argument("--distill-rows", type=int, default=defaults.distill_rows)
+    parser.add_argument("--written-lessons", type=int, default=defaults.written_lessons)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="slower, needs no C++ compiler")
     return parser.parse_args()
@@ -744,7 +487,7 @@ def main() -> None:
         minutes=arguments.minutes,
         target_steps=arguments.target_steps,
         assistant_steps=arguments.assistant_steps,
-        distill_rows=arguments.distill_rows,
+        written_lessons=arguments.written_lessons,
         compile=not arguments.no_compile,
     )
     work, out = arguments.work, arguments.out

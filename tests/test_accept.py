@@ -8,6 +8,7 @@ import pytest
 
 from specrun import accept, schedule
 from specrun.accept import Accepted, accept_greedy
+from specrun.options import ScheduleName
 from specrun.schedule import next_num_draft
 
 
@@ -27,14 +28,15 @@ def test_accept_greedy(proposal: list[int], argmax: list[int], count: int, token
     assert accept_greedy(proposal, argmax) == Accepted(count, token)
 
 
-def trace(kind: str, start: int, pattern: list[float], most: int | None = None) -> list[int]:
+def trace(
+    kind: ScheduleName, start: int, pattern: list[float], most: int | None = None
+) -> list[int]:
     """Draft lengths when the share ``pattern[i]`` of round i is accepted."""
     lengths = [start]
     for share in pattern:
         k = lengths[-1]
         accepted = int(share * k)
-        name = "heuristic" if kind == "heuristic" else "constant"
-        lengths.append(next_num_draft(name, k, drafted=k, accepted=accepted, most=most))
+        lengths.append(next_num_draft(kind, k, drafted=k, accepted=accepted, most=most))
     return lengths
 
 

@@ -164,7 +164,7 @@ def test_every_option_takes_effect(folder: Path, name: str) -> None:
 def test_no_option_is_left_out_of_that() -> None:
     fields = {*EngineOptions.__dataclass_fields__, *GenerateOptions.__dataclass_fields__}
     assert fields <= VALUES.keys() | NO_SECOND_VALUE
-    run = main.commands["run"]  # type: ignore[attr-defined]
+    run = main.commands["run"]
     names = {parameter.name for parameter in run.params}
     aliases = {"schedule", "eos_token_id", "ignore_eos", "prompt_file", "as_json"}
     assert names - aliases <= VALUES.keys() | NO_SECOND_VALUE

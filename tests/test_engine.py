@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,30 @@ def test_a_device_that_is_not_there_is_an_error(toy_folder: ToyFolder) -> None:
             specrun.load(folder, device=device)
         assert "--device cpu" in str(caught.value.hint)
     assert specrun.load(folder).generate([1]).stats.provider == "CPUExecutionProvider"
+
+
+def test_no_cpu_between_calls(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy(drafter=True), threads=2)
+    engine.generate([1], max_new_tokens=50)
+    start = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - start < 0.03
+
+
+def test_a_target_that_fails_is_an_error(
+    open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is made up, and the engine is usable again."""
+    engine = open_toy(Toy())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onnxruntime.InferenceSession.run_with_iobinding", fail)
+        with pytest.raises(EngineError, match=r"target.onnx: a run failed: out of memory"):
+            engine.generate([1])
+    assert engine.generate([1], max_new_tokens=2).text == "23"
 
 
 def test_threads_default_to_the_cpus_we_may_use(open_toy: OpenToy) -> None:

@@ -13,7 +13,7 @@ from specrun import ContextFull
 from specrun.contract import DType, Part, Role, past
 from specrun.kv import KvBuffers
 from specrun.manifest import read
-from specrun.ort import open_session
+from specrun.ort import PreparedRun, open_session
 from specrun.target import Target
 
 KEY = past(0, Part.KEY)
@@ -110,7 +110,12 @@ def test_runs_are_prepared_once_per_width(tmp_path: Path, monkeypatch: pytest.Mo
     one = target(tmp_path, Toy(), initial_capacity=32)
     made: list[int] = []
     prepare = one._runs._make
-    monkeypatch.setattr(one._runs, "_make", lambda *key: made.append(key[0]) or prepare(*key))
+
+    def noted(rows: int, first_row: int, want_logits: int) -> PreparedRun:
+        made.append(rows)
+        return prepare(rows, first_row, want_logits)
+
+    monkeypatch.setattr(one._runs, "_make", noted)
     one.prefill(np.array([[1, 2, 3]]))
     for _ in range(5):
         one.verify(np.array([[4, 5]]))

@@ -13,24 +13,27 @@ from specrun.drafters.ngram import NgramDrafter
 HIDDEN = np.zeros((1, 2))
 
 
-def lookup(tokens: list[int], size: int, count: int) -> list[int]:
-    """The first match of the longest n-gram, by search."""
+def lookup(tokens: list[int], size: int, count: int, first: bool) -> list[int]:
+    """The first or last match of the longest n-gram, by search; the last repeats its period."""
     for n in range(min(size, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - n):
+        starts = range(len(tokens) - n)
+        for start in starts if first else reversed(starts):
             if tokens[start : start + n] == tokens[-n:]:
-                return tokens[start + n : start + n + count]
+                behind = tokens[start + n :]
+                return behind[:count] if first else (behind * count)[:count]
     return []
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_equals_the_search(size: int) -> None:
+def test_equals_the_search(size: int, first: bool) -> None:
     rng = random.Random(size)
     for _ in range(50):
-        drafter = NgramDrafter(size)
+        drafter = NgramDrafter(size, first_match=first)
         tokens = [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
         drafter.begin(tokens)
         for _ in range(10):
-            assert drafter.propose(5) == lookup(tokens, size, 5)
+            assert drafter.propose(5) == lookup(tokens, size, 5, first)
             new = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
             tokens += new
             drafter.observe(new, HIDDEN)
@@ -46,18 +49,22 @@ def test_equals_transformers() -> None:
     for _ in range(100):
         tokens = [rng.randrange(5) for _ in range(rng.randrange(2, 20))]
         ids, _ = theirs.get_candidates(torch.tensor([tokens]))
-        drafter = NgramDrafter(2)
+        drafter = NgramDrafter(2, first_match=True)
         drafter.begin(tokens)
         assert drafter.propose(4) == ids[0, len(tokens) :].tolist()
 
 
-def test_latest_takes_the_last_match() -> None:
+def test_first_and_last_match() -> None:
     tokens = [1, 2, 3, 1, 2, 4, 1, 2]
-    first, last = NgramDrafter(2), NgramDrafter(2, latest=True)
+    first, last = NgramDrafter(2, first_match=True), NgramDrafter(2)
     for drafter in (first, last):
         drafter.begin(tokens)
     assert first.propose(2) == [3, 1]
     assert last.propose(2) == [4, 1]
+    last.begin([7, 8, 9, 9])
+    assert last.propose(4) == [9, 9, 9, 9]  # the text repeats itself, so does the proposal
+    last.begin([5, 7, 8, 7, 8])
+    assert last.propose(5) == [7, 8, 7, 8, 7]
 
 
 def test_truncate_forgets() -> None:

@@ -10,6 +10,7 @@ from toys import Toy, change, put
 
 import specrun
 from specrun import EngineError
+from specrun.contract import DType
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     ("swapped", "says"),
     [
         (Toy(vocabulary=tuple("0123456789ab")), "'logits': must have shape .*10.*, has .*12"),
-        (Toy(kv_dtype=toys.DType.FLOAT16), "'past.0.key': must be float32, is float16"),
+        (Toy(kv_dtype=DType.FLOAT16), "'past.0.key': must be float32, is float16"),
     ],
 )
 def test_an_engine_that_is_not_what_is_declared(tmp_path: Path, swapped: Toy, says: str) -> None:

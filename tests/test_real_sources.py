@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-import fetch_models
+import fetch_models  # pyright: ignore[reportMissingImports]
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from specexport import tokenizer_files
 from specexport.sources import Source, resolve
 from specexport.tokenizer_files import TokenizerInfo
 from specrun import chat
@@ -49,20 +49,15 @@ class Real:
 
 
 @pytest.fixture(scope="module", params=list(fetch_models.MODELS))
-def real(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Real]:
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Real:
     try:
         path = fetch_models.fetch(request.param)
     except fetch_models.FetchError as error:
         pytest.skip(str(error))
-    from transformers import AutoTokenizer
-
-    source = resolve(path)
+    tokenizer = tokenizer_files.load(path)  # AutoTokenizer's, which takes a while
     written = tmp_path_factory.mktemp(request.param)
-    info = source.write_tokenizer(written)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    yield Real(source, tokenizer, written, info)
+    info = tokenizer_files.save(tokenizer, path, written)
+    return Real(resolve(path), tokenizer, written, info)
 
 
 def test_every_tensor_equals_the_loaded_model(real: Real) -> None:

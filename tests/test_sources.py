@@ -25,7 +25,7 @@ from specexport.sources import Source, resolve, resolve_pair
 from specexport.weights import MergedExperts, Weights
 from specrun.errors import SpecrunError
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -34,7 +34,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-GEMMA4 = {
+GEMMA4: dict[str, Any] = {
     **SMALL,
     "num_hidden_layers": 4,
     "global_head_dim": 16,
@@ -43,8 +43,8 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 96,
 }
-DENSE4 = {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-ASSISTANT_TEXT = {
+DENSE4: dict[str, Any] = {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+ASSISTANT_TEXT: dict[str, Any] = {
     **DENSE4,
     "num_kv_shared_layers": 4,
     "vocab_size_per_layer_input": 0,
@@ -98,7 +98,7 @@ def gemma4_assistant() -> Any:
         num_centroids=8,
         centroid_intermediate_top_k=2,
     )
-    model = transformers.Gemma4AssistantForCausalLM(config)
+    model: Any = transformers.Gemma4AssistantForCausalLM(config)
     model.masked_embedding.token_ordering.copy_(torch.randperm(SMALL["vocab_size"]))
     return model
 
@@ -435,8 +435,8 @@ def test_hub_download_takes_needed_files_and_gives_the_commit(
 
     names = ("model-00001-of-00002.safetensors", "tokenizer.model", "chat_template.jinja")
     assert all(wanted(name) for name in names)
-    names = ("pytorch_model.bin", "onnx/model.safetensors", "modeling_evil.py", "README.md")
-    assert not any(wanted(name) for name in names)
+    others = ("pytorch_model.bin", "onnx/model.safetensors", "modeling_evil.py", "README.md")
+    assert not any(wanted(name) for name in others)
 
 
 def test_revision_and_unknown_names_are_refused(tmp_path: Path) -> None:
@@ -487,10 +487,10 @@ def tokenizer_folder(folder: Path, *, bos: bool, template: str | None) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<bos>", "<eos>", "<turn|>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     if bos:
-        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        backend.post_processor = processors.TemplateProcessing(
             single="<bos> $A", special_tokens=[("<bos>", 0)]
         )
     tokenizer = transformers.PreTrainedTokenizerFast(

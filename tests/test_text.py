@@ -52,7 +52,7 @@ def byte_fallback(strip: bool) -> tokenizers.Tokenizer:
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[arg-type]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 

@@ -11,12 +11,13 @@ from typing import Any, Literal, cast
 
 from specexport import engines, folder, parity, reference
 from specexport.datafile import DATA_FILE, DataFile
-from specexport.errors import ExportError, SourceError
+from specexport.errors import SourceError
 from specexport.sources import Source
 from specexport.tokenizer_files import TokenizerInfo
 from specexport.weights import Weights
 from specrun import manifest as manifests
 from specrun.contract import DType, KvLayer, Role
+from specrun.errors import UsageError
 from specrun.manifest import (
     EngineSpec,
     Generation,
@@ -52,13 +53,13 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ExportError(
+            raise UsageError(
                 f"precision: must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
             )
         if self.num_draft < 1:
-            raise ExportError(f"num_draft: must be at least 1, got {self.num_draft}")
+            raise UsageError(f"num_draft: must be at least 1, got {self.num_draft}")
         if self.max_context is not None and self.max_context < 2:
-            raise ExportError(f"max_context: must be at least 2, got {self.max_context}")
+            raise UsageError(f"max_context: must be at least 2, got {self.max_context}")
 
 
 def export(
@@ -71,7 +72,7 @@ def export(
 ) -> Manifest:
     """Write the engine folder ``out``; it appears whole, or an error is raised and it does not.
 
-    Raises ExportError (SourceError, WeightsError, ParityError below it).
+    Raises UsageError, or ExportError (SourceError, WeightsError, ParityError below it).
     """
     options = options or ExportOptions()
     report = progress or _silent
@@ -88,6 +89,7 @@ def export(
             max_context=max_context,
             block=block,
             memory=int(_available_memory() * REFERENCE_MEMORY_SHARE),
+            precision=options.precision,
         )
         report("reference", 1, 1)
     with folder.atomic(out) as partial:
@@ -112,11 +114,39 @@ def _silent(stage: str, done: int, total: int) -> None:
     pass
 
 
+def recheck(
+    out: Path, target: Source, drafter: Source | None, *, progress: Progress | None = None
+) -> manifests.ParityReport:
+    """Compare the engine folder ``out`` with ``target`` and ``drafter`` again.
+
+    Raises FolderError or ParityError.
+    """
+    report = progress or _silent
+    made = manifests.read(out, verify="full")
+    mtp = made.engines.get(Role.MTP_DRAFTER)
+    contract = mtp.mtp if mtp is not None else None
+    seen = reference.compute(
+        target,
+        drafter if contract is not None else None,
+        max_context=made.generation.max_context,
+        block=1 + contract.max_num_draft if contract is not None else 5,
+        memory=int(_available_memory() * REFERENCE_MEMORY_SHARE),
+        precision=made.engines[Role.TARGET].precision,
+    )
+    return parity.check(
+        out,
+        made,
+        seen,
+        threads=len(os.sched_getaffinity(0)),
+        progress=lambda done, total: report("check", done, total),
+    )
+
+
 def _max_context(target: Source, options: ExportOptions) -> int:
     limit = int(target.config.max_position_embeddings)
     wanted = options.max_context or limit
     if wanted > limit:
-        raise ExportError(
+        raise UsageError(
             f"max_context: {target.id} has {limit} positions, got {wanted}",
             hint=f"give at most {limit}",
         )
@@ -281,7 +311,7 @@ def _schedule(drafter: Source) -> Literal["constant", "heuristic"]:
 
 def _source(source: Source) -> manifests.Source:
     return manifests.Source(
-        id=Path(source.id).name if source.path.exists() and "/" not in source.id else source.id,
+        id=source.id,
         revision=source.revision,
         model_type=source.model_type,
         architecture=source.architecture,

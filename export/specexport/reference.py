@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from specexport.sources import Source
 
 SEED = 20
 DRAFT_STEPS = 4
+WHOLE = "whole model"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Reference:
     """transformers' results on one random sequence.
 
     ``tokens`` int64 ``[n]``; ``logits`` position -> float32 ``[vocabulary]``; ``hidden`` float32
-    ``[n, hidden size]``, after the final norm; ``scope`` says how the model was run.
+    ``[n, hidden size]``, after the final norm; ``scope`` says how the model was run. ``noise``:
+    tensor -> how far transformers' own run in the export's precision is from its fp32 run.
     """
 
     tokens: NDArray[np.int64] = field(repr=False)
@@ -59,6 +61,7 @@ class Reference:
     hidden: NDArray[np.float32] = field(repr=False)
     drafts: tuple[DraftCase, ...]
     scope: str
+    noise: dict[str, float] = field(default_factory=dict)
 
 
 def plan_cases(config: Any, max_context: int, block: int) -> tuple[Case, ...]:
@@ -75,12 +78,19 @@ def plan_cases(config: Any, max_context: int, block: int) -> tuple[Case, ...]:
 
 
 def compute(
-    target: Source, drafter: Source | None, *, max_context: int, block: int, memory: int
+    target: Source,
+    drafter: Source | None,
+    *,
+    max_context: int,
+    block: int,
+    memory: int,
+    precision: str = "fp32",
 ) -> Reference:
     """Run transformers over one seeded random sequence in fp32.
 
     ``memory``: bytes that the models may take; larger ones run with their weights streamed module
-    by module from the checkpoint.
+    by module from the checkpoint. With ``precision="fp16"`` models that fit run in it too, so that
+    the engine is measured by what transformers itself loses.
     """
     import torch
 
@@ -88,8 +98,44 @@ def compute(
     total = max(case.past_length + case.rows for case in cases)
     generator = np.random.default_rng(SEED)
     tokens = generator.integers(0, target.config.vocab_size, total, dtype=np.int64)
+    seen = _run(target, drafter, tokens, cases, memory, torch.float32)
+    if precision == "fp32" or seen.scope != WHOLE:
+        return seen
+    return replace(
+        seen, noise=_noise(seen, _run(target, drafter, tokens, cases, memory, torch.float16))
+    )
+
+
+def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
+    """Largest difference over the largest wanted value; infinite where anything is not finite."""
+    difference = np.abs(got.astype(np.float64) - want.astype(np.float64)).max()
+    error = float(difference / max(np.abs(want.astype(np.float64)).max(), 1e-30))
+    return error if np.isfinite(error) else float("inf")
+
+
+def _noise(exact: Reference, rounded: Reference) -> dict[str, float]:
+    noise = {
+        "logits": max(relative_error(rounded.logits[p], exact.logits[p]) for p in exact.logits),
+        "hidden": relative_error(rounded.hidden, exact.hidden),
+    }
+    if exact.drafts:
+        pairs = zip(rounded.drafts, exact.drafts, strict=True)
+        noise["draft_logits"] = max(relative_error(a.logits[0], b.logits[0]) for a, b in pairs)
+    return noise
+
+
+def _run(
+    target: Source,
+    drafter: Source | None,
+    tokens: NDArray[np.int64],
+    cases: tuple[Case, ...],
+    memory: int,
+    dtype: Any,
+) -> Reference:
+    import torch
+
     positions = sorted({p for case in cases for p in case.positions})
-    model, scope = _load(target, memory)
+    model, scope = _load(target, memory, dtype)
     with torch.no_grad():
         out = model(
             torch.from_numpy(tokens)[None],
@@ -103,27 +149,21 @@ def compute(
         drafts: tuple[DraftCase, ...] = ()
         if drafter is not None:
             lengths = sorted({case.past_length for case in cases} - {0})
-            assistant, draft_scope = _load(drafter, memory)
+            assistant, draft_scope = _load(drafter, memory, dtype)
             scope = scope if draft_scope == scope else f"{scope}; drafter: {draft_scope}"
-            drafts = _drafts(
-                assistant,
-                model.get_input_embeddings(),
-                tokens,
-                hidden,
-                out.shared_kv_states,
-                lengths,
-            )
+            embedding = model.get_input_embeddings()
+            drafts = _drafts(assistant, embedding, tokens, hidden, out.shared_kv_states, lengths)
     return Reference(tokens, cases, logits, hidden.float().numpy(), drafts, scope)
 
 
-def _load(source: Source, memory: int) -> tuple[Any, str]:
+def _load(source: Source, memory: int, dtype: Any) -> tuple[Any, str]:
     needed = sum(
         source.weights.nbytes(name)
         for name in source.weights.names()
         if source.weights.canonical(name) == name
     )
     if needed <= memory:
-        return source.load_reference(), "whole model"
+        return source.load_reference(dtype), WHOLE
     return streamed.load(source), "whole model, weights streamed module by module"
 
 

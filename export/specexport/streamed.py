@@ -74,19 +74,19 @@ def _drop(names: list[str]) -> Any:
 def _replace_forward(module: torch.nn.Module, base: type, lookup: Any) -> None:
     """Subclasses scale what the base class looks up, so the base's lookup is what is replaced."""
     if type(module) is base:
-        module.forward = lookup  # type: ignore[method-assign]
+        module.forward = lookup
         return
     scale = getattr(module, "embed_scale", None)
     if scale is None:
         raise TypeError(f"{type(module).__name__} is an embedding that is not known")
-    module.forward = lambda ids: lookup(ids) * scale.to(torch.float32)  # type: ignore[method-assign]
+    module.forward = lambda ids: lookup(ids) * scale.to(torch.float32)
 
 
 def _lookup(weights: Weights, name: str) -> Any:
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        unique, inverse = ids.unique(return_inverse=True)
+        unique, inverse = np.unique(ids.numpy(), return_inverse=True)
         rows = np.concatenate([weights.read_rows(name, int(i), int(i) + 1) for i in unique])
-        return torch.from_numpy(rows).float()[inverse]
+        return torch.from_numpy(rows).float()[torch.from_numpy(inverse).view(ids.shape)]
 
     return forward
 

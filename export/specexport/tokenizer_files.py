@@ -33,7 +33,11 @@ def write(path: Path, folder: Path) -> TokenizerInfo:
 
     Raises SourceError if the checkpoint has no tokenizer, or one without a tokenizer.json form.
     """
-    tokenizer = load(path)
+    return save(load(path), path, folder)
+
+
+def save(tokenizer: Any, path: Path, folder: Path) -> TokenizerInfo:
+    """Write a transformers ``tokenizer`` that came from ``path`` into ``folder``, as ``write``."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SourceError(

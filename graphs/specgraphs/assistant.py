@@ -86,12 +86,11 @@ def _owner_layer(owners: dict[str, int], kind: str) -> int:
 
 
 def _check_heads(text: Any, layer: int, buffer: KvLayer) -> None:
-    head = int(text.per_layer_config[layer].head_dim)
-    if head != buffer.head_size or text.num_attention_heads % buffer.heads:
+    heads, head_size = families.kv_shape(text, layer)
+    if (heads, head_size) != (buffer.heads, buffer.head_size):
         raise ValueError(
-            f"assistant layer {layer} has {text.num_attention_heads} heads of {head}; the target's"
-            f" layer {buffer.layer} that it would read has {buffer.heads} KV heads of"
-            f" {buffer.head_size}"
+            f"assistant layer {layer} reads {heads} KV heads of {head_size}; the target's layer"
+            f" {buffer.layer} has {buffer.heads} of {buffer.head_size}"
         )
 
 
@@ -221,4 +220,5 @@ def trace_assistant(
 
 
 def _attribute_path(model: Any, wanted: torch.nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)
+    paths = {id(module): str(path) for path, module in model.named_modules()}
+    return paths[id(wanted)]

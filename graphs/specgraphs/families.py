@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ def kv_plan(config: Any) -> KvPlan:
         own = mode != "reuse"
         source.append(layer if own else _last_owner(types, modes, kind, layer))
     owners = tuple(
-        KvLayer(layer, *_kv_shape(config, layer), _window(config, types[layer]))
+        KvLayer(layer, *kv_shape(config, layer), _window(config, types[layer]))
         for layer in range(len(types))
         if source[layer] == layer
     )
@@ -74,14 +75,15 @@ def softcap(config: Any) -> float | None:
     return None if cap is None else float(cap)
 
 
-def _last_owner(types: list[str], modes: list[str | None], kind: str, before: int) -> int:
+def _last_owner(types: Sequence[str], modes: Sequence[str | None], kind: str, before: int) -> int:
     for layer in range(before - 1, -1, -1):
         if types[layer] == kind and modes[layer] != "reuse":
             return layer
     raise ValueError(f"layer {before} shares KV and no earlier {kind} layer owns any")
 
 
-def _kv_shape(config: Any, layer: int) -> tuple[int, int]:
+def kv_shape(config: Any, layer: int) -> tuple[int, int]:
+    """KV heads and head size of a layer."""
     per_layer = getattr(config, "per_layer_config", None)
     resolved = per_layer[layer] if per_layer is not None else config
     heads = int(resolved.num_key_value_heads)

@@ -5,6 +5,8 @@ Each function runs under torch.export on fake tensors and stands for exactly one
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.onnx import ops as onnx_ops
 
@@ -65,7 +67,7 @@ def attention_read(
     batch, heads, rows, head = query.shape
     kv_heads = past[0].shape[1]
     nothing = query.new_zeros(batch, 0, kv_heads * head)
-    out = onnx_ops.symbolic(
+    out: torch.Tensor = onnx_ops.symbolic(
         GROUP_QUERY_ATTENTION,
         [_flat(query), nothing, nothing, *past, *lengths],
         attrs=_attention_attrs(heads, kv_heads, scale, window),
@@ -78,7 +80,7 @@ def attention_read(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """``x / sqrt(mean(x^2, last axis) + epsilon) * weight``, the mean in fp32. Shape of x."""
-    return onnx_ops.symbolic(
+    out: torch.Tensor = onnx_ops.symbolic(
         "RMSNormalization",
         [x, weight],
         attrs={"axis": -1, "epsilon": float(epsilon), "stash_type": 1},
@@ -86,6 +88,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         shape=x.shape,
         version=OPSET,
     )
+    return out
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -95,7 +98,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     as transformers computes them: the operator takes one half.
     """
     batch, rows, heads, head = x.shape
-    out = onnx_ops.symbolic(
+    out: torch.Tensor = onnx_ops.symbolic(
         "RotaryEmbedding",
         [x.reshape(batch, rows, heads * head), cos[..., : head // 2], sin[..., : head // 2]],
         attrs={"num_heads": heads},
@@ -112,9 +115,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(batch, rows, heads * head)
 
 
-def _attention_attrs(
-    heads: int, kv_heads: int, scale: float, window: int | None
-) -> dict[str, int | float]:
+def _attention_attrs(heads: int, kv_heads: int, scale: float, window: int | None) -> dict[str, Any]:
     return {
         "num_heads": heads,
         "kv_num_heads": int(kv_heads),

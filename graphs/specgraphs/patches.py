@@ -66,7 +66,7 @@ def patch_norms(model: torch.nn.Module) -> None:
     for module in model.modules():
         forward = _NORMS.get(type(module).__name__)
         if forward is not None:
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(forward, module)
 
 
 def _plain_norm(self: Any, x: torch.Tensor) -> torch.Tensor:

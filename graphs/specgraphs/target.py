@@ -32,7 +32,7 @@ class _Target(torch.nn.Module):
         wanted_rows: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        batch, rows = tokens.shape
+        rows = tokens.shape[1]
         attend = _Attend(self.plan, past, past_length, rows)
         positions = past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
         decoder = self.model.model

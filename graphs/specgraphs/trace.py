@@ -7,7 +7,11 @@ itself (rotary frequencies, embedding scales) are small and real, and are return
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +79,8 @@ def export(
 
     Runs under the rotary patch, so norms, rotary and attention are single nodes.
     """
-    with mode, torch.no_grad(), patches.rotary_as_operator(module):
+    module.eval()
+    with mode, torch.no_grad(), patches.rotary_as_operator(module), _quiet():
         program = torch.onnx.export(
             module,
             args,
@@ -101,10 +106,22 @@ def _without_values(model: ir.Model, module: torch.nn.Module) -> ir.Model:
     return model
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter talks about optional packages and axis names; errors still raise."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def _private_copy(config: Any) -> Any:
     """The caller's config stays as it is: the attention implementation is set on a copy."""
-    import copy
-
     return copy.deepcopy(config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
@@ -37,13 +38,17 @@ FLAGS = {
 
 
 class DefaultGroup(click.Group):
-    """A group whose sub-command ``run`` may be left out."""
+    """A group whose sub-command ``default`` may be left out."""
+
+    def __init__(self, *args: Any, default: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.default = default
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put ``run`` before anything that is neither a sub-command nor an option of the group."""
+        """Put the default before what is neither a sub-command nor an option of the group."""
         own = {"--help", "-h", "--version"}
         if args and args[0] not in self.commands and args[0] not in own:
-            args = ["run", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 
@@ -67,7 +72,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=DefaultGroup,
+    default="run",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="specrun")
 def main() -> None:
     """Speculative decoding over an engine folder that specexport wrote.
@@ -160,13 +169,17 @@ def run(
     Examples:
       specrun engines/ --prompt "Write a joke about RAM" --stats
       specrun engines/ --prompt "Once upon a time" --raw --method plain
-      echo "Hello" | specrun engines/ --prompt-file - -n 64 --stop "\\n\\n"
+      echo "Hello" | specrun engines/ --prompt-file - -n 64 --stop "."
       specrun engines/ --prompt "List the planets" --json
     """
     engine_options = _pick(EngineOptions, given)
     generate_options = _generate_options(given)
     text = _prompt(prompt, prompt_file)
     import specrun
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character is no reason to stop in the middle of a text.
+        sys.stdout.reconfigure(errors="replace")
 
     with specrun.load(folder, options=engine_options) as engine:
         warn = _silent if quiet else _warn

@@ -85,7 +85,7 @@ def _value(hint: Any, data: object, path: str) -> Any:
             raise DecodeError(f"{path}: must be one of {choices}, got {_show(data)}") from None
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return decode(hint, data, path)
-    return _scalar(hint, data, path)
+    return _scalar(typing.cast(type, hint), data, path)
 
 
 def _union(choices: tuple[Any, ...], data: object, path: str) -> Any:

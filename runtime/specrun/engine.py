@@ -255,7 +255,7 @@ class Engine:
         meter.mode = "speculative"
         try:
             found = drafter if drafter is not None else self._drafter(options)
-        except EngineError as error:
+        except Exception as error:  # whatever it is, the target can go on without a drafter
             on_failure(error)
             return NoDrafter()
         return GuardedDrafter(found, on_failure)

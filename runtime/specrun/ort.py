@@ -46,8 +46,9 @@ def open_session(path: Path, engine: EngineSpec, *, threads: int, device: str = 
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Threads spin while a run goes on, which saves waking them per node, and sleep between runs.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Spinning threads take the CPU from whatever else runs: with another busy process on the
+    # same two cores a step took twice as long with spinning as without.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:
@@ -119,7 +120,8 @@ class PreparedRun:
     """One run of an engine with all its buffers bound; ``inputs`` are refilled, then ``run()``.
 
     ``outputs`` are overwritten by the next run. ``shared`` are OrtValues of somebody else, bound
-    as they are (KV buffers); ``shared_outputs`` likewise, for results written in place.
+    as they are (KV buffers); ``shared_outputs`` likewise, for results written in place. ``name`` is
+    for messages.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class PreparedRun:
         outputs: Mapping[str, NDArray[Any]],
         shared: Mapping[str, Any],
         shared_outputs: Mapping[str, Any],
+        name: str,
     ) -> None:
+        self.name = name
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self._session = session
@@ -149,7 +153,7 @@ class PreparedRun:
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
-            raise EngineError(f"a run of the engine failed: {error}") from error
+            raise EngineError(f"{self.name}: a run failed: {error}") from error
 
 
 class RunCache(Generic[R]):

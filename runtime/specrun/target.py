@@ -117,4 +117,5 @@ class Target:
             {name: array(name) for name in outputs},
             self.kv.values,
             {present(*key): self.kv.values[past(*key)] for key in layers},
+            self.engine.file,
         )

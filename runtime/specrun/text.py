@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from specrun.errors import FolderError, UsageError
 from specrun.manifest import REEXPORT
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
-BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -43,12 +40,13 @@ class Tokenizer:
 
     def _byte_ids(self) -> frozenset[int]:
         """Ids of the tokens ``<0x00>`` to ``<0xFF>``, where the decoder joins bytes."""
-        decoder = json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
-        if "ByteFallback" not in decoder:
-            return frozenset()
         names = (f"<0x{byte:02X}>" for byte in range(256))
-        ids = (self._tokenizer.token_to_id(name) for name in names)
-        return frozenset(id_ for id_ in ids if id_ is not None)
+        ids = [id_ for name in names if (id_ := self._tokenizer.token_to_id(name)) is not None]
+        # Asked of the decoder itself: other tokenizers have such tokens as mere text.
+        letter = self._tokenizer.token_to_id("<0x41>")
+        if letter is None or self.decode([letter]) != "A":
+            return frozenset()
+        return frozenset(ids)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of ``text``; special tokens written in it count as such.

@@ -1,6 +1,10 @@
-"""Graph passes: one file and one class each; every pass says what it requires and what it ensures."""
+"""Graph passes: one file and one class each, saying what it requires and what it ensures."""
 
 from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
 
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -23,10 +27,22 @@ def simplify(model: ir.Model) -> None:
     DropShapePairs()(model)
     FuseTransposedWeights()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    common.DeduplicateInitializersPass()(model)
+    with _only_errors("onnx_ir"):  # it warns of every parameter, as none has a value yet
+        common.DeduplicateInitializersPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
+
+
+@contextlib.contextmanager
+def _only_errors(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 __all__ = [

@@ -32,6 +32,7 @@ class MtpDrafter:
         assert engine.mtp is not None, "the manifest refuses an MTP drafter without its contract"
         self.max_drafts: int | None = engine.mtp.max_num_draft
         self._session = session
+        self._file = engine.file
         self._kv = kv
         self._layers = [past(layer.layer, part) for layer in engine.kv for part in Part]
         self._specs = {spec.name: spec for spec in (*engine.inputs, *engine.outputs)}
@@ -72,4 +73,5 @@ class MtpDrafter:
             {DRAFT_TOKENS: drafts},
             {name: self._kv.values[name] for name in self._layers},
             {},
+            self._file,
         )

@@ -1,0 +1,215 @@
+"""The command ``specexport``: data on stdout, talk on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from specrun import __version__
+from specrun.cli import DefaultGroup, inspect, reports_errors
+
+if TYPE_CHECKING:
+    from specexport.sources import Source
+    from specrun.manifest import Manifest, ParityReport
+
+NO_DRAFTER = "none"
+PRECISIONS = ("fp32", "fp16")
+
+
+@click.group(
+    cls=DefaultGroup,
+    default="export",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="specexport")
+def main() -> None:
+    """Export a Hugging Face model and its drafter as engines that run without PyTorch.
+
+    \b
+    Examples:
+      specexport gemma4 --out engines/
+      specexport path/to/target --drafter path/to/assistant --out engines/
+      specexport model.gguf --out engines/
+      specexport check engines/
+      specexport inspect engines/
+
+    The sub-command export may be left out; see "specexport export --help" for its options and
+    "specexport presets" for the names it knows.
+    """
+    _quiet_libraries()
+
+
+@main.command()
+@click.argument("source")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write."
+)
+@click.option(
+    "--drafter",
+    help="Assistant to draft with: hub id or folder; none: a target alone."
+    "  [default: the preset's]",
+)
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True,
+    help="Of weights, activations and KV.",
+)  # fmt: skip
+@click.option("--max-context", type=int, help="Most tokens in all.  [default: the model's]")
+@click.option(
+    "--num-draft",
+    type=int,
+    default=16,
+    show_default=True,
+    help="Most tokens that the MTP drafter can draft in a round.",
+)
+@click.option("--revision", help="Branch, tag or commit of a hub SOURCE.")
+@click.option("--no-check", is_flag=True, help="Do not compare with transformers.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
+@reports_errors
+def export(
+    source: str,
+    out: Path,
+    drafter: str | None,
+    precision: str,
+    max_context: int | None,
+    num_draft: int,
+    revision: str | None,
+    no_check: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Export SOURCE, and whatever drafts for it, to the folder --out.
+
+    SOURCE is a preset, a hub id (org/name), a checkpoint folder or a .gguf file. The folder
+    appears when it is whole and agrees with transformers, or not at all.
+
+    \b
+    Examples:
+      specexport gemma4-tiny --out engines/
+      specexport google/gemma-4-E4B-it --drafter google/gemma-4-E4B-it-assistant --out engines/
+      specexport ./my-llama --out engines/ --max-context 4096
+    """
+    from specexport.exporter import ExportOptions
+    from specexport.exporter import export as run_export
+    from specexport.progress import bars
+
+    options = ExportOptions(
+        precision="fp16" if precision == "fp16" else "fp32",
+        max_context=max_context,
+        num_draft=num_draft,
+        check=not no_check,
+    )
+    target, assistant = _pair(source, drafter, revision)
+    with bars(quiet=quiet or as_json) as progress:
+        made = run_export(target, assistant, out, options, progress=progress)
+    if as_json:
+        click.echo(json.dumps(_summary(out, made), indent=2))
+        return
+    click.echo(f"{out}")
+    click.echo(_outcome(made.parity), err=True)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("source", required=False)
+@click.option("--drafter", help="The assistant that the folder was exported with.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
+@reports_errors
+def check(folder: Path, source: str | None, drafter: str | None, as_json: bool) -> None:
+    """Check the engine FOLDER: every byte, every engine's inputs and outputs, and its results.
+
+    Without SOURCE the target is compared with itself, a block of rows with single rows. With the
+    checkpoint it came from, every engine is compared with transformers again.
+
+    \b
+    Examples:
+      specexport check engines/
+      specexport check engines/ gemma4-tiny
+      specexport check engines/ path/to/target --drafter path/to/assistant
+    """
+    from specexport import exporter, parity
+    from specrun import manifest as manifests
+
+    made = manifests.read(folder, verify="full")
+    if source is None:
+        threads = len(os.sched_getaffinity(0))
+        worst = parity.check_itself(folder, made, threads=threads)
+        outcome = f"sound: blocks and single rows differ by {worst:.1e} at most"
+        data: dict[str, object] = {"folder": str(folder), "ok": True, "self_error": worst}
+    else:
+        report = exporter.recheck(folder, *_pair(source, drafter, None))
+        outcome = _outcome(report)
+        data = {"folder": str(folder), "ok": True, "parity": _parity(report)}
+    click.echo(json.dumps(data, indent=2) if as_json else f"{folder}: {outcome}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
+@reports_errors
+def presets(as_json: bool) -> None:
+    """List the presets: names for a target with its drafter."""
+    from specexport.presets import PRESETS
+
+    if as_json:
+        click.echo(json.dumps({name: preset.about for name, preset in PRESETS.items()}, indent=2))
+        return
+    for name, preset in PRESETS.items():
+        click.echo(f"{name:16} {preset.about}")
+
+
+main.add_command(inspect)
+
+
+def _pair(source: str, drafter: str | None, revision: str | None) -> tuple[Source, Source | None]:
+    from specexport.sources import resolve_pair
+
+    if drafter == NO_DRAFTER:
+        return resolve_pair(source, revision=revision, pair=False)
+    return resolve_pair(source, drafter, revision=revision)
+
+
+def _summary(out: Path, made: Manifest) -> dict[str, object]:
+    return {
+        "out": str(out),
+        "target": made.target.id,
+        "drafter": None if made.drafter is None else made.drafter.id,
+        "engines": {role.value: engine.file for role, engine in made.engines.items()},
+        "bytes": sum(entry.size for entry in made.files),
+        "parity": None if made.parity is None else _parity(made.parity),
+    }
+
+
+def _parity(report: ParityReport) -> dict[str, object]:
+    return {
+        "scope": report.scope,
+        "worst_error": report.worst_error,
+        "worst_tensor": report.worst_tensor,
+        "tolerance": report.tolerance,
+        "argmax_agreement": report.argmax_agreement,
+        "cases": len(report.cases),
+    }
+
+
+def _outcome(report: ParityReport | None) -> str:
+    if report is None:
+        return "not compared with transformers (--no-check)"
+    return (
+        f"equals transformers ({report.scope}): {len(report.cases)} comparisons,"
+        f" worst {report.worst_tensor} {report.worst_error:.1e}"
+    )
+
+
+def _quiet_libraries() -> None:
+    """transformers and torch talk on stderr about things that do not concern the user."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    main()
