@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +14,11 @@ import pytest
 import toys
 
 import specrun
+
+if TYPE_CHECKING:
+    from exported import Exported, Pair
+
+    from specexport.exporter import Precision
 
 
 @pytest.fixture
@@ -37,5 +42,25 @@ def toy_folder(tmp_path: Path) -> Callable[[toys.Toy], Path]:
 
     def make(toy: toys.Toy) -> Path:
         return toys.write_folder(tmp_path / "engines", toy)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
+    """``exported_pair(pair, precision="fp32")``: a tiny pair, exported when it is first asked for.
+
+    The folder is shared by all tests of the session: nobody changes it.
+    """
+    import exported  # torch and transformers, which most tests do without
+
+    made: dict[tuple[Pair, str], Exported] = {}
+
+    def make(pair: Pair, precision: Precision = "fp32") -> Exported:
+        key = (pair, precision)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{exported.group(pair)}-{precision}")
+            made[key] = exported.make(pair, folder, precision)
+        return made[key]
 
     return make

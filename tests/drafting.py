@@ -8,18 +8,67 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
-from toys import Toy
+
+
+class Truth(Protocol):
+    """What the target will say: a toy, or a text that is known already."""
+
+    @property
+    def modulus(self) -> int: ...
+
+    def plain(self, prompt: Sequence[int], count: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class KnownText:
+    """A prompt of ``prompt_length`` tokens with what a real target says behind it.
+
+    ``modulus``: its vocabulary. ``hidden``: its hidden state at every row of ``tokens``.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    modulus: int
+    hidden: NDArray[np.float32] = field(repr=False)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that are given."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def new(self) -> list[int]:
+        """The tokens that the target says."""
+        return self.tokens[self.prompt_length :]
+
+    def plain(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The next ``count`` tokens, as far as they are known."""
+        assert self.tokens[: len(prompt)] == list(prompt)
+        return self.tokens[len(prompt) : len(prompt) + count]
+
+
+def check_hidden(truth: Truth, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
+    """The row is that of the last token but one: the row that gave the last token."""
+    row = len(tokens) - 2
+    if isinstance(truth, KnownText):
+        np.testing.assert_allclose(hidden[0], truth.hidden[row], atol=1e-4, rtol=1e-4)
+    else:
+        # The toy's hidden state is (position, token).
+        assert hidden.shape == (1, 2)
+        assert hidden[0].tolist() == [row, tokens[-2]]
 
 
 class Scripted:
-    """Drafts the toy target's own tokens, changed by ``draft``; the oracle as it is."""
+    """Drafts the target's own tokens, changed by ``draft``; the oracle as it is."""
 
     max_drafts: int | None = None
 
-    def __init__(self, toy: Toy) -> None:
+    def __init__(self, toy: Truth) -> None:
         self.toy = toy
         self.tokens: list[int] = []
         self.held = 0  # tokens that a drafter with a cache of its own would hold
@@ -33,9 +82,7 @@ class Scripted:
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         assert self.held <= len(self.tokens) + len(tokens)
         self.tokens += tokens
-        # The toy's hidden state is (position, token) of the row that gave the last token.
-        assert hidden.shape == (1, 2)
-        assert hidden[0].tolist() == [len(self.tokens) - 2, self.tokens[-2]]
+        check_hidden(self.toy, self.tokens, hidden)
 
     def propose(self, count: int) -> Sequence[int]:
         assert self.held <= len(self.tokens)
@@ -69,7 +116,7 @@ class Wrong(Scripted):
 class Noisy(Scripted):
     """Wrong with probability 0.3."""
 
-    def __init__(self, toy: Toy, seed: int = 0) -> None:
+    def __init__(self, toy: Truth, seed: int = 0) -> None:
         super().__init__(toy)
         self.random = random.Random(seed)
 
@@ -80,7 +127,7 @@ class Noisy(Scripted):
 class RightFor(Scripted):
     """Right for as many tokens as the pattern says, round by round, then wrong."""
 
-    def __init__(self, toy: Toy, pattern: Sequence[int]) -> None:
+    def __init__(self, toy: Truth, pattern: Sequence[int]) -> None:
         super().__init__(toy)
         self.pattern = pattern
 
@@ -92,7 +139,7 @@ class RightFor(Scripted):
 class CorruptEvery(Scripted):
     """Every n-th token it drafts, over all rounds, is wrong."""
 
-    def __init__(self, toy: Toy, every: int) -> None:
+    def __init__(self, toy: Truth, every: int) -> None:
         super().__init__(toy)
         self.every = every
         self.drafted = 0
@@ -105,7 +152,7 @@ class CorruptEvery(Scripted):
 class Replay(Scripted):
     """Drafts from a given list, by position in the new text."""
 
-    def __init__(self, toy: Toy, tokens: Sequence[int], prompt_length: int) -> None:
+    def __init__(self, toy: Truth, tokens: Sequence[int], prompt_length: int) -> None:
         super().__init__(toy)
         self.replayed = list(tokens)
         self.prompt_length = prompt_length
@@ -120,7 +167,7 @@ class Replay(Scripted):
 class Failing(Scripted):
     """Raises at its n-th proposal."""
 
-    def __init__(self, toy: Toy, at: int) -> None:
+    def __init__(self, toy: Truth, at: int) -> None:
         super().__init__(toy)
         self.at = at
 

@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 MIN_ONNXRUNTIME = "1.32"
 TARGET_FILE, DRAFTER_FILE = "target.onnx", "mtp_drafter.onnx"
-REFERENCE_MEMORY_SHARE = 0.5  # of the memory that is free, for the transformers reference
+MODEL_MEMORY_SHARE = 0.25  # of the free memory, for the transformers model or the engines
 KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
 
 
@@ -88,21 +88,14 @@ def export(
             drafter,
             max_context=max_context,
             block=block,
-            memory=int(_available_memory() * REFERENCE_MEMORY_SHARE),
+            memory=_memory_for_models(),
             precision=options.precision,
         )
         report("reference", 1, 1)
     with folder.atomic(out) as partial:
         made = _write(target, drafter, partial, options, max_context, report)
         if seen is not None:
-            result = parity.check(
-                partial,
-                made,
-                seen,
-                threads=len(os.sched_getaffinity(0)),
-                progress=lambda done, total: report("check", done, total),
-            )
-            made = replace(made, parity=result)
+            made = replace(made, parity=_compare(partial, made, seen, report))
         else:
             parity.check_declared_io(partial, made)
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
@@ -130,14 +123,22 @@ def recheck(
         drafter if contract is not None else None,
         max_context=made.generation.max_context,
         block=1 + contract.max_num_draft if contract is not None else 5,
-        memory=int(_available_memory() * REFERENCE_MEMORY_SHARE),
+        memory=_memory_for_models(),
         precision=made.engines[Role.TARGET].precision,
     )
+    return _compare(out, made, seen, report)
+
+
+def _compare(
+    folder: Path, made: Manifest, seen: reference.Reference, report: Progress
+) -> manifests.ParityReport:
+    weights = next(entry.size for entry in made.files if entry.path == DATA_FILE)
     return parity.check(
-        out,
+        folder,
         made,
         seen,
         threads=len(os.sched_getaffinity(0)),
+        mapped=weights > _memory_for_models(),
         progress=lambda done, total: report("check", done, total),
     )
 
@@ -354,6 +355,7 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _available_memory() -> int:
-    """Bytes that can be allocated without swapping."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _memory_for_models() -> int:
+    """Bytes that a comparison may take: a share of what can be allocated without swapping."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * MODEL_MEMORY_SHARE)

@@ -47,15 +47,19 @@ def check(
     reference: Reference,
     *,
     threads: int,
+    mapped: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ParityReport:
-    """Run every engine against ``reference``. Raises ParityError naming the worst tensor."""
+    """Run every engine against ``reference``. Raises ParityError naming the worst tensor.
+
+    ``mapped``: open the engines on mapped weights, for those that do not fit into memory.
+    """
     check_declared_io(folder, manifest)
     cases: list[ParityCase] = []
     done, total = 0, len(reference.cases) + len(reference.drafts)
     spec = manifest.engines[Role.TARGET]
     target = Target(
-        open_session(folder / spec.file, spec, threads=threads),
+        open_session(folder / spec.file, spec, threads=threads, mapped=mapped),
         spec,
         max_context=manifest.generation.max_context,
     )
@@ -64,7 +68,7 @@ def check(
         done = _tick(progress, done, total)
     drafter = manifest.engines.get(Role.MTP_DRAFTER)
     if drafter is not None:
-        session = open_session(folder / drafter.file, drafter, threads=threads)
+        session = open_session(folder / drafter.file, drafter, threads=threads, mapped=mapped)
         for draft in reference.drafts:
             cases += _check_draft(session, drafter, target, draft, reference.tokens)
             done = _tick(progress, done, total)

@@ -34,9 +34,13 @@ MAX_PREPARED_RUNS = 64  # block widths kept ready per engine
 R = TypeVar("R")
 
 
-def open_session(path: Path, engine: EngineSpec, *, threads: int, device: str = "cpu") -> Any:
+def open_session(
+    path: Path, engine: EngineSpec, *, threads: int, device: str = "cpu", mapped: bool = False
+) -> Any:
     """Open an engine and check that its inputs and outputs are those of the manifest.
 
+    ``mapped``: run on the weights as they are mapped from the file, without ONNX Runtime's own
+    reordered copy of them: slower, in little memory.
     Raises EngineError: the device or the onnxruntime is not there, the file does not load, or
     its tensors are others than declared.
     """
@@ -49,6 +53,8 @@ def open_session(path: Path, engine: EngineSpec, *, threads: int, device: str = 
     # Spinning threads take the CPU from whatever else runs: with another busy process on the
     # same two cores a step took twice as long with spinning as without.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if mapped:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:

@@ -1,0 +1,108 @@
+"""The bundled pair, which has real acceptance: lossless in every setting, and faster.
+
+All prompts with the preset's own setting and some with every setting; all with every setting is
+``scripts/check_tiny.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import check_tiny
+from check_tiny import Setting, Text
+
+import specrun
+from specrun import manifest
+from specrun.stats import Stats
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma4-tiny")]
+
+NEW = 128
+SOME = (0, 12, 18)  # of the prompts: a text, a question, a repetition
+PROMPTS: list[str] = json.loads(check_tiny.PROMPTS.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return check_tiny.export(tmp_path_factory.mktemp("tiny") / "engines")
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    """What transformers says after every prompt."""
+    model = check_tiny.load_reference()
+    return [check_tiny.greedy(model, prompt, NEW) for prompt in check_tiny.encode(PROMPTS)]
+
+
+def check_result(result: specrun.Result, text: Text) -> None:
+    """transformers' tokens, or from a tie on others (shown); statistics that add up."""
+    verdict = text.compare(result.tokens)
+    assert verdict != "different"
+    if verdict == "tie":
+        warnings.warn(f"a tie in {result.tokens}", stacklevel=2)
+    stats = result.stats
+    assert stats.accepted + stats.rejected == stats.drafted
+    assert stats.emitted == len(result.tokens) == stats.accepted + stats.rounds + 1
+    assert sum(stats.accepted_by_round) == sum(stats.accepted_by_position) == stats.accepted
+    assert stats.mode == ("plain" if stats.method == "plain" else "speculative")
+
+
+def test_exported_with_parity(folder: Path) -> None:
+    made = manifest.read(folder, verify="full")
+    assert made.parity is not None
+    assert made.parity.scope == "whole model"
+    assert made.parity.worst_error <= 1e-4
+    assert made.parity.argmax_agreement == 1
+    assert made.target.id == "gemma4-tiny/target"
+    assert made.drafter is not None and made.drafter.id == "gemma4-tiny/assistant"
+
+
+def test_prompts_are_encoded_as_by_transformers(folder: Path) -> None:
+    with specrun.load(folder) as engine:
+        assert [engine.encode(prompt) for prompt in PROMPTS] == check_tiny.encode(PROMPTS)
+
+
+@pytest.mark.parametrize("method", ["plain", "prompt-lookup", "mtp-drafter"])
+def test_every_prompt(folder: Path, texts: list[Text], method: str) -> None:
+    setting = Setting(method, "constant", 0 if method == "plain" else 4)
+    with specrun.load(folder) as engine:
+        for text in texts:
+            result = engine.generate(text.prompt, max_new_tokens=NEW, **setting.options())
+            assert len(result.tokens) == NEW
+            check_result(result, text)
+
+
+def test_every_setting(folder: Path, texts: list[Text]) -> None:
+    with specrun.load(folder) as engine:
+        for setting in check_tiny.settings():
+            for index in SOME:
+                text = texts[index]
+                result = engine.generate(text.prompt, max_new_tokens=NEW, **setting.options())
+                assert len(result.tokens) == NEW
+                check_result(result, text)
+
+
+def test_as_it_comes(folder: Path, texts: list[Text]) -> None:
+    """Defaults of the folder, own end ids: the texts of transformers, cut at an end id, with so
+    many drafts accepted that it pays."""
+    stats: list[Stats] = []
+    with specrun.load(folder) as engine:
+        ends = engine.manifest.generation.eos_token_ids
+        assert len(ends) == 2
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            result = engine.generate(prompt, max_new_tokens=NEW)
+            assert result.stats.method == "mtp-drafter"
+            assert result.options.num_assistant_tokens == 4
+            assert result.options.num_assistant_tokens_schedule == "constant"
+            check_result(result, text)
+            if text.compare(result.tokens) == "equal":
+                assert result.tokens == text.until(ends)
+            stats.append(result.stats)
+    assert check_tiny.accepted_per_round(stats) >= 1.5
