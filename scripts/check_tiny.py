@@ -142,9 +142,7 @@ def check(engine: specrun.Engine, texts: Sequence[Text], setting: Setting) -> tu
     counts: dict[Verdict, int] = {"equal": 0, "tie": 0, "different": 0}
     stats = []
     for text in texts:
-        result = engine.generate(
-            text.prompt, max_new_tokens=len(text.tokens), **setting.options()
-        )
+        result = engine.generate(text.prompt, max_new_tokens=len(text.tokens), **setting.options())
         complete = len(result.tokens) == len(text.tokens)
         counts[text.compare(result.tokens) if complete else "different"] += 1
         stats.append(result.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,20 +48,36 @@ def toy_folder(tmp_path: Path) -> Callable[[toys.Toy], Path]:
 
 
 @pytest.fixture(scope="session")
-def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
-    """``exported_pair(pair, precision="fp32")``: a tiny pair, exported when it is first asked for.
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``once(name, make)``: a folder that ``make(folder)`` filled, once per run of the tests.
 
-    The folder is shared by all tests of the session: nobody changes it.
+    Workers of pytest-xdist share it, whoever comes first makes it. Nobody changes it afterwards.
     """
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def make_once(name: str, make: Callable[[Path], object]) -> Path:
+        folder = root / f"once-{name}"
+        with (root / f"once-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                partial = root / f"once-{name}.partial"
+                partial.mkdir()
+                make(partial)
+                partial.rename(folder)
+        return folder
+
+    return make_once
+
+
+@pytest.fixture(scope="session")
+def exported_pair(once: Callable[..., Path]) -> Callable[..., Exported]:
+    """``exported_pair(pair, precision="fp32")``: a tiny pair, exported at first use."""
     import exported  # torch and transformers, which most tests do without
 
-    made: dict[tuple[Pair, str], Exported] = {}
-
     def make(pair: Pair, precision: Precision = "fp32") -> Exported:
-        key = (pair, precision)
-        if key not in made:
-            folder = tmp_path_factory.mktemp(f"{exported.group(pair)}-{precision}")
-            made[key] = exported.make(pair, folder, precision)
-        return made[key]
+        name = f"{exported.name_of(pair)}-{precision}"
+        folder = once(name, lambda folder: exported.make(pair, folder, precision))
+        return exported.read(pair, folder)
 
     return make

@@ -1,7 +1,6 @@
 """Tiny pairs as engine folders, and what transformers says about the same weights.
 
-A pair is exported once per test session and worker; run with ``--dist loadgroup`` so that all tests
-of a pair land on one worker. The reference is the model as built by code, never what was exported.
+The reference is the model as built by code, never what was exported.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import specrun
 from specexport import exporter
 from specexport.exporter import ExportOptions, Precision
 from specexport.sources import Source, resolve_pair
+from specrun import manifest as manifests
 from specrun.contract import Role
 from specrun.manifest import EngineSpec, Manifest
 from specrun.ort import open_session
@@ -35,6 +35,7 @@ logging.getLogger("torch.__trace").propagate = False
 
 TIE = 1e-4  # two tokens tie where transformers' own logits are this close
 NUM_DRAFT = 8
+ENGINES = "engines"  # folder beside the checkpoints
 Pair = tuple[str, str | None]
 
 
@@ -82,26 +83,32 @@ def make(
     pair: Pair, folder: Path, precision: Precision = "fp32", options: ExportOptions | None = None
 ) -> Exported:
     """Save the checkpoints of ``pair`` under ``folder`` and export them to ``folder / engines``."""
-    target, drafter = pair
-    target_path = tiny_models.save(target, folder)
-    drafter_path = None if drafter is None else tiny_models.save(drafter, folder)
+    paths = [tiny_models.save(name, folder) for name in pair if name]
     options = options or ExportOptions(precision=precision, num_draft=NUM_DRAFT)
-    sources = resolve_pair(target_path, drafter_path)
-    made = exporter.export(*sources, folder / "engines", options)
-    return Exported(pair, folder / "engines", made, target_path, drafter_path)
+    exporter.export(*resolve_pair(*paths), folder / ENGINES, options)
+    return read(pair, folder)
 
 
-def group(pair: Pair) -> str:
-    """The name under which a pair's tests are kept on one worker."""
+def read(pair: Pair, folder: Path) -> Exported:
+    """What ``make`` made in ``folder``."""
+    target, drafter = pair
+    return Exported(
+        pair=pair,
+        folder=folder / ENGINES,
+        manifest=manifests.read(folder / ENGINES),
+        target_path=folder / target,
+        drafter_path=None if drafter is None else folder / drafter,
+    )
+
+
+def name_of(pair: Pair) -> str:
+    """A pair as a test id and a folder name."""
     return "-".join(part for part in pair if part)
 
 
 def pair_params(*pairs: Pair) -> list[Any]:
     """Parameters for a test over ``pairs`` (default: all)."""
-    return [
-        pytest.param(pair, id=group(pair), marks=pytest.mark.xdist_group(group(pair)))
-        for pair in pairs or tiny_models.PAIRS
-    ]
+    return [pytest.param(pair, id=name_of(pair)) for pair in pairs or tiny_models.PAIRS]
 
 
 @functools.cache

@@ -7,8 +7,10 @@ All prompts with the preset's own setting and some with every setting; all with 
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ import specrun
 from specrun import manifest
 from specrun.stats import Stats
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma4-tiny")]
+pytestmark = pytest.mark.slow
 
 NEW = 128
 SOME = (0, 12, 18)  # of the prompts: a text, a question, a repetition
@@ -30,15 +32,24 @@ PROMPTS: list[str] = json.loads(check_tiny.PROMPTS.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return check_tiny.export(tmp_path_factory.mktemp("tiny") / "engines")
+def folder(once: Callable[..., Path]) -> Path:
+    return once("gemma4-tiny", lambda folder: check_tiny.export(folder / "engines")) / "engines"
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[Text]:
+def texts(once: Callable[..., Path]) -> list[Text]:
     """What transformers says after every prompt."""
+    folder = once("gemma4-tiny-texts", write_texts)
+    with (folder / "texts.pickle").open("rb") as file:
+        found: list[Text] = pickle.load(file)
+    return found
+
+
+def write_texts(folder: Path) -> None:
     model = check_tiny.load_reference()
-    return [check_tiny.greedy(model, prompt, NEW) for prompt in check_tiny.encode(PROMPTS)]
+    found = [check_tiny.greedy(model, prompt, NEW) for prompt in check_tiny.encode(PROMPTS)]
+    with (folder / "texts.pickle").open("wb") as file:
+        pickle.dump(found, file)
 
 
 def check_result(result: specrun.Result, text: Text) -> None:

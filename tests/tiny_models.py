@@ -205,7 +205,8 @@ def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path
 
 
 def tokenizer() -> Any:
-    """Byte-level, no merges; ids 0 to 255 are bytes, then <pad>, <eos>, <bos>."""
+    """Byte-level, no merges; ids 0 to 255 are bytes, then <pad>, <eos>, <bos>, then words that no
+    text holds, so that every id of the models is a token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -213,6 +214,7 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True) for t in ("<pad>", "<eos>", "<bos>")])
+    backend.add_tokens([AddedToken(f"<{i}>", normalized=False) for i in range(259, VOCAB)])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
     )

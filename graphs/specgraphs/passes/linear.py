@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
+from specgraphs.passes.reshapes import permutation
+
 
 class FuseTransposedWeights(InPlacePass):
     """``MatMul(x, Transpose(weight))`` becomes ``FusedMatMul(x, weight, transB=1)``.
@@ -23,8 +25,9 @@ class FuseTransposedWeights(InPlacePass):
             if transpose is None or transpose.op_type != "Transpose":
                 continue
             weight = transpose.inputs[0]
-            swaps = list(transpose.attributes["perm"].as_ints()) == [1, 0]
-            if weight is None or not swaps or not weight.is_initializer():
+            if weight is None or weight.shape is None or not weight.is_initializer():
+                continue
+            if permutation(transpose, len(weight.shape)) != [1, 0]:
                 continue
             node.replace_input_with(1, weight)
             node.domain, node.op_type = "com.microsoft", "FusedMatMul"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
@@ -72,20 +70,25 @@ class DropShapePairs(InPlacePass):
         before = source.producer() if source is not None else None
         if before is None or before.op_type != "Transpose" or before.inputs[0] is None:
             return False
-        first, second = _perm(before), _perm(node)
-        if [first[i] for i in second] != list(range(len(first))):
+        if before.inputs[0].shape is None:
+            return False
+        rank = len(before.inputs[0].shape)
+        first, second = permutation(before, rank), permutation(node, rank)
+        if [first[i] for i in second] != list(range(rank)):
             return False
         return _bypass(node, before.inputs[0])
 
 
-def _perm(node: ir.Node) -> Sequence[int]:
-    return node.attributes["perm"].as_ints()
+def permutation(node: ir.Node, rank: int) -> list[int]:
+    """The permutation of a Transpose; without the attribute it reverses the axes."""
+    given = node.attributes.get("perm")
+    return list(range(rank))[::-1] if given is None else list(given.as_ints())
 
 
 def _bypass(node: ir.Node, source: ir.Value) -> bool:
     """Let everything read ``source`` instead of the node's output; graph outputs keep theirs."""
     output = node.outputs[0]
-    if output.is_graph_output():
+    if output.is_graph_output() or not output.uses():
         return False
     output.replace_all_uses_with(source)
     return True

@@ -1,0 +1,358 @@
+"""Graph passes, case by case, on small graphs; what a graph computes never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx_ir.passes import common
+
+from specgraphs.loop import RepeatStep
+from specgraphs.passes import (
+    DropShapePairs,
+    FuseTransposedWeights,
+    StaticReshapes,
+    WantedRowsFromFirstRow,
+)
+from specrun import contract
+
+FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+Dims = Sequence[int | str | None]
+
+
+def value(name: str, dims: Dims, dtype: ir.DataType = FLOAT) -> ir.Value:
+    """A value of known type and shape."""
+    return ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(dtype))
+
+
+def initializer(name: str, array: NDArray[Any]) -> ir.Value:
+    """A value with a constant."""
+    tensor = ir.Tensor(array, name=name)
+    made = value(name, array.shape, tensor.dtype)
+    made.const_value = tensor
+    return made
+
+
+class Builder:
+    """A graph in the making; ``op`` returns the value of a new node."""
+
+    def __init__(self, *inputs: ir.Value) -> None:
+        self.inputs = inputs
+        self.nodes: list[ir.Node] = []
+        self.initializers: list[ir.Value] = []
+
+    def constant(self, array: Any, dtype: Any = np.int64) -> ir.Value:
+        made = initializer(f"constant{len(self.initializers)}", np.asarray(array, dtype))
+        self.initializers.append(made)
+        return made
+
+    def op(
+        self, kind: str, inputs: Sequence[ir.Value], dims: Dims, dtype: ir.DataType = FLOAT,
+        **attributes: Any,
+    ) -> ir.Value:  # fmt: skip
+        node = ir.node(kind, inputs, attributes=attributes)
+        self.nodes.append(node)
+        out = node.outputs[0]
+        out.name = f"{kind}{len(self.nodes)}"
+        out.shape, out.type = ir.Shape(dims), ir.TensorType(dtype)
+        return out
+
+    def model(self, *outputs: ir.Value) -> ir.Model:
+        graph = ir.Graph(
+            self.inputs,
+            outputs,
+            nodes=self.nodes,
+            initializers=self.initializers,
+            opset_imports={"": 23},
+            name="test",
+        )
+        return ir.Model(graph, ir_version=10)
+
+
+def run(model: ir.Model, **feeds: NDArray[Any]) -> list[NDArray[Any]]:
+    """The outputs of ``model`` in ONNX Runtime."""
+    proto = ir.to_proto(model).SerializeToString()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+    outputs: list[NDArray[Any]] = session.run(None, feeds)
+    return outputs
+
+
+def apply(model: ir.Model, pass_: Any, **feeds: NDArray[Any]) -> bool:
+    """Apply ``pass_``, assert that the outputs stay the same, return whether it changed anything.
+
+    A second application finds nothing more to do.
+    """
+    before = run(model, **feeds)
+    modified = bool(pass_(model).modified)
+    for old, new in zip(before, run(model, **feeds), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert not pass_(model).modified
+    return modified
+
+
+def kinds(model: ir.Model) -> list[str]:
+    """Operators of the nodes that are used, but constants."""
+    common.RemoveUnusedNodesPass()(model)
+    return [node.op_type for node in model.graph if node.op_type != "Constant"]
+
+
+def target_of(model: ir.Model) -> list[int] | None:
+    """Constant target of the last Reshape."""
+    reshape = [node for node in model.graph if node.op_type == "Reshape"][-1]
+    shape = reshape.inputs[1]
+    assert shape is not None
+    sizes: list[int] | None = (
+        None if shape.const_value is None else shape.const_value.numpy().tolist()
+    )
+    return sizes
+
+
+X = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
+
+
+def reshaped(source: Dims, output: Dims, **attributes: Any) -> ir.Model:
+    """x reshaped to a target that is an input, so that nobody can know it."""
+    shape = value("shape", [len(output)], INT64)
+    build = Builder(x := value("x", source), shape)
+    return build.model(build.op("Reshape", [x, shape], output, **attributes))
+
+
+@pytest.mark.parametrize(
+    ("output", "sizes", "target"),
+    [
+        (["batch", "rows", 2, 4], [2, 3, 2, 4], [0, 0, 2, 4]),  # cases 1 and 2
+        (["batch", "other"], [2, 24], [0, -1]),  # case 3
+        (["other", 8], [6, 8], [-1, 8]),
+        (["other"], [48], [-1]),
+        (["rows", "batch", 8], [3, 2, 8], None),  # each at another place: two sizes are left
+        ([None, "rows", 8], [2, 3, 8], None),
+        ([2, 3, 8], [2, 3, 8], [2, 3, 8]),
+    ],
+)
+@pytest.mark.parametrize("allowzero", [None, 0, 1])
+def test_static_reshapes(
+    output: Dims, sizes: list[int], target: list[int] | None, allowzero: int | None
+) -> None:
+    attributes = {} if allowzero is None else {"allowzero": allowzero}
+    model = reshaped(["batch", "rows", 8], output, **attributes)
+    assert apply(model, StaticReshapes(), x=X, shape=np.array(sizes)) is (target is not None)
+    assert target_of(model) == target
+    if target is not None:
+        # 0 must mean "copy", whatever the traced node said.
+        assert "allowzero" not in next(n for n in model.graph if n.op_type == "Reshape").attributes
+
+
+def test_static_reshapes_of_empty_sizes() -> None:
+    """A size that is 0 cannot be written where 0 means copy."""
+    model = reshaped(["batch", 0, 8], [0, "batch"], allowzero=1)
+    empty = np.zeros((2, 0, 8), np.float32)
+    assert not apply(model, StaticReshapes(), x=empty, shape=np.array([0, 2]))
+
+
+def test_static_reshapes_leave_constants() -> None:
+    build = Builder(x := value("x", ["batch", "rows", 8]))
+    out = build.op("Reshape", [x, build.constant([0, 0, 2, 4])], ["batch", "rows", 2, 4])
+    model = build.model(out)
+    assert not apply(model, StaticReshapes(), x=X)
+
+
+def test_reshape_of_a_reshape() -> None:
+    """Case 1: both become one, and a third one too; what else reads the first keeps it."""
+    build = Builder(x := value("x", ["batch", "rows", 8]))
+    flat = build.op("Reshape", [x, build.constant([-1])], ["all"])
+    wide = build.op("Reshape", [flat, build.constant([-1, 8])], ["both", 8])
+    heads = build.op("Reshape", [wide, build.constant([-1, 2, 4])], ["both", 2, 4])
+    model = build.model(heads, build.op("Neg", [flat], ["all"]))
+    assert apply(model, DropShapePairs(), x=X)
+    assert sorted(kinds(model)) == ["Neg", "Reshape", "Reshape"]
+    assert target_of(model) == [-1, 2, 4]
+
+
+def test_reshape_back() -> None:
+    """Cases 1 and 3: there and back again is nothing."""
+    build = Builder(x := value("x", ["batch", "rows", 8]))
+    heads = build.op("Reshape", [x, build.constant([0, 0, 2, 4])], ["batch", "rows", 2, 4])
+    back = build.op("Reshape", [heads, build.constant([0, 0, 8])], ["batch", "rows", 8])
+    model = build.model(build.op("Neg", [back], ["batch", "rows", 8]))
+    assert apply(model, DropShapePairs(), x=X)
+    assert kinds(model) == ["Neg"]
+
+
+def test_reshape_to_the_same_shape() -> None:
+    """Case 3; as an output of the graph it stays, for its name's sake."""
+    for output in (False, True):
+        build = Builder(x := value("x", ["batch", "rows", 8]))
+        same = build.op("Reshape", [x, build.constant([0, 0, 8])], ["batch", "rows", 8])
+        model = build.model(same if output else build.op("Neg", [same], ["batch", "rows", 8]))
+        assert apply(model, DropShapePairs(), x=X) is not output
+        assert kinds(model) == (["Reshape"] if output else ["Neg"])
+
+
+def test_reshapes_that_stay() -> None:
+    """To a shape that is not known, and a pair that no single Reshape can stand for."""
+    build = Builder(x := value("x", ["batch", "rows", 8]), s := value("s", [3], INT64))
+    one = build.op("Neg", [x], ["batch", "rows", 8])
+    two = build.op("Reshape", [one, s], [None, "rows", 8])
+    model = build.model(build.op("Neg", [two], [None, "rows", 8]))
+    assert not apply(model, DropShapePairs(), x=X, s=np.array([2, 3, 8]))
+    assert kinds(model) == ["Neg", "Reshape", "Neg"]
+    build = Builder(x := value("x", ["a", "b", 8]), s := value("s", [3], INT64))
+    one = build.op("Reshape", [x, build.constant([-1])], ["all"])
+    model = build.model(build.op("Reshape", [one, s], ["c", "d", 8]))
+    assert not apply(model, DropShapePairs(), x=X, s=np.array([3, 2, 8]))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "dropped"),
+    [
+        ([0, 2, 1], [0, 2, 1], True),
+        ([1, 2, 0], [2, 0, 1], True),
+        ([1, 2, 0], [1, 2, 0], False),
+        ([0, 2, 1], [1, 0, 2], False),
+        (None, None, True),  # without perm the axes are reversed
+        (None, [2, 1, 0], True),
+        (None, [0, 2, 1], False),
+    ],
+)
+def test_transpose_of_a_transpose(
+    first: list[int] | None, second: list[int] | None, dropped: bool
+) -> None:
+    """Case 2."""
+    build = Builder(x := value("x", [2, 3, 8]))
+    dims = np.array([2, 3, 8])
+
+    def transpose(source: ir.Value, perm: list[int] | None) -> ir.Value:
+        nonlocal dims
+        dims = dims[perm if perm is not None else [2, 1, 0]]
+        attributes: dict[str, Any] = {} if perm is None else {"perm": perm}
+        return build.op("Transpose", [source], dims.tolist(), **attributes)
+
+    twice = transpose(transpose(x, first), second)
+    model = build.model(build.op("Neg", [twice], dims.tolist()))
+    assert apply(model, DropShapePairs(), x=X) is dropped
+    assert kinds(model) == (["Neg"] if dropped else ["Transpose", "Transpose", "Neg"])
+
+
+@pytest.mark.parametrize("perm", [[1, 0], None])
+def test_fuse_transposed_weights(perm: list[int] | None) -> None:
+    """Case 1: the weight is read as it is stored, by both of its users."""
+    build = Builder(x := value("x", ["batch", "rows", 8]))
+    weight = build.constant(np.arange(40).reshape(5, 8), np.float32)
+    attributes: dict[str, Any] = {} if perm is None else {"perm": perm}
+    turned = build.op("Transpose", [weight], [8, 5], **attributes)
+    one = build.op("MatMul", [x, turned], ["batch", "rows", 5])
+    two = build.op("MatMul", [build.op("Neg", [x], ["batch", "rows", 8]), turned], ["a", "b", 5])
+    model = build.model(one, two)
+    assert apply(model, FuseTransposedWeights(), x=X)
+    assert kinds(model) == ["FusedMatMul", "Neg", "FusedMatMul"]
+    assert model.opset_imports["com.microsoft"] == 1
+
+
+def test_products_that_stay() -> None:
+    """No transpose; a transposed input; a transposed weight on the left; a batch of weights."""
+    build = Builder(x := value("x", [2, 3, 8]), y := value("y", [5, 8]))
+    weight = build.constant(np.arange(40).reshape(8, 5), np.float32)
+    stack = build.constant(np.arange(80).reshape(2, 5, 8), np.float32)
+    turned = build.op("Transpose", [y], [8, 5], perm=[1, 0])
+    turned_stack = build.op("Transpose", [stack], [2, 8, 5], perm=[0, 2, 1])
+    left = build.op("Transpose", [weight], [5, 8], perm=[1, 0])
+    columns = build.op("Transpose", [x], [2, 8, 3], perm=[0, 2, 1])
+    model = build.model(
+        build.op("MatMul", [x, weight], [2, 3, 5]),
+        build.op("MatMul", [x, turned], [2, 3, 5]),
+        build.op("MatMul", [x, turned_stack], [2, 3, 5]),
+        build.op("MatMul", [left, columns], [2, 5, 3]),
+    )
+    feeds = {"x": X, "y": np.arange(40, dtype=np.float32).reshape(5, 8)}
+    assert not apply(model, FuseTransposedWeights(), **feeds)
+    assert "FusedMatMul" not in kinds(model)
+    assert "com.microsoft" not in model.opset_imports
+
+
+def test_wanted_rows() -> None:
+    """Case 1: the traced index gives way to first_row .. rows - 1."""
+    tokens = value(contract.TOKENS, [contract.BATCH, contract.ROWS], INT64)
+    build = Builder(tokens, wanted := value("traced", [contract.WANTED], INT64))
+    picked = build.op("Gather", [tokens, wanted], [contract.BATCH, contract.WANTED], INT64, axis=1)
+    model = build.model(picked, build.op("Neg", [wanted], [contract.WANTED], INT64))
+    feed = np.arange(14).reshape(2, 7)
+    want = run(model, tokens=feed, traced=np.array([4, 5, 6]))
+    assert WantedRowsFromFirstRow("traced")(model).modified
+    assert [v.name for v in model.graph.inputs] == [contract.TOKENS, contract.FIRST_ROW]
+    for got, old in zip(run(model, tokens=feed, first_row=np.array([4])), want, strict=True):
+        np.testing.assert_array_equal(got, old)
+    assert run(model, tokens=feed, first_row=np.array([0]))[0].shape == (2, 7)
+    assert run(model, tokens=feed[:, :1], first_row=np.array([0]))[0].shape == (2, 1)
+
+
+def step_model() -> ir.Model:
+    """token' = token + length, hidden' = 2 hidden + token + exp(length); logits = hidden'."""
+    token = value("token", [contract.BATCH, 1], INT64)
+    hidden = value("hidden", [contract.BATCH, 1, 3])
+    length = value("past_length", [contract.BATCH], INT64)
+    build = Builder(token, hidden, length)
+    column = build.op("Unsqueeze", [length, build.constant([1])], [contract.BATCH, 1], INT64)
+    real = build.op("Cast", [column], [contract.BATCH, 1], to=FLOAT)
+    outside = build.op("Exp", [real], [contract.BATCH, 1])
+    wide = build.op("Unsqueeze", [outside, build.constant([2])], [contract.BATCH, 1, 1])
+    number = build.op("Cast", [token], [contract.BATCH, 1], to=FLOAT)
+    tall = build.op("Unsqueeze", [number, build.constant([2])], [contract.BATCH, 1, 1])
+    double = build.op("Add", [hidden, hidden], [contract.BATCH, 1, 3])
+    both = build.op("Add", [double, tall], [contract.BATCH, 1, 3])
+    next_hidden = build.op("Add", [both, wide], [contract.BATCH, 1, 3])
+    next_token = build.op("Add", [token, column], [contract.BATCH, 1], INT64)
+    logits = build.op("Neg", [next_hidden], [contract.BATCH, 1, 3])
+    for made, name in ((next_token, "next_token"), (logits, "logits"), (next_hidden, "next")):
+        made.name = name
+    return build.model(next_token, logits, next_hidden)
+
+
+def repeated() -> ir.Model:
+    model = step_model()
+    RepeatStep(
+        carried={"token": "next_token", "hidden": "next"},
+        trip_count=contract.NUM_DRAFT,
+        stacked={"draft_tokens": "next_token", "draft_logits": "logits"},
+    )(model)
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_repeated_step(steps: int, batch: int) -> None:
+    """The loop equals the step called again and again."""
+    step = step_model()
+    token = np.arange(batch).reshape(batch, 1)
+    hidden = np.linspace(0, 1, 3 * batch, dtype=np.float32).reshape(batch, 1, 3)
+    length = np.arange(1, batch + 1)
+    got = run(repeated(), token=token, hidden=hidden, past_length=length, num_draft=np.array(steps))
+    tokens, logits = [], []
+    for _ in range(steps):
+        token, scores, hidden = run(step, token=token, hidden=hidden, past_length=length)
+        tokens.append(token)
+        logits.append(scores)
+    np.testing.assert_array_equal(got[0], np.concatenate(tokens, axis=1))
+    np.testing.assert_array_equal(got[1], np.concatenate(logits, axis=1))
+
+
+def test_what_the_loop_holds() -> None:
+    """Cases 1 and 2: in the body stands what depends on the carried values, and nothing else."""
+    graph = repeated().graph
+    assert [v.name for v in graph.inputs] == ["token", "hidden", "past_length", "num_draft"]
+    assert [v.name for v in graph.outputs] == ["draft_tokens", "draft_logits"]
+    outside = [node.op_type for node in graph]
+    assert outside[:4] == ["Unsqueeze", "Cast", "Exp", "Unsqueeze"]
+    loop = next(node for node in graph if node.op_type == "Loop")
+    inside = [node.op_type for node in loop.attributes["body"].as_graph()]
+    assert sorted(inside) == sorted(
+        ["Cast", "Unsqueeze", "Add", "Add", "Add", "Add", "Neg", "Identity", "Identity", "Identity"]
+    )
+    shapes = [[d if isinstance(d, int) else d.value for d in v.shape or ()] for v in graph.outputs]
+    assert shapes == [[contract.BATCH, contract.DRAFTS], [contract.BATCH, contract.DRAFTS, 3]]
