@@ -145,7 +145,11 @@ def _write_shard(shapes: dict[str, tuple[int, ...]], path: Path, rng: np.random.
 def _values(
     name: str, shape: tuple[int, ...], rng: np.random.Generator
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """bf16 bits: matrices hold +-[1, 2) / 64, vectors hold 1; an ordering is a permutation."""
+    """bf16 bits: matrices hold +-[1, 2) / 64, vectors 1; an ordering is a permutation.
+
+    Query norms hold 1/16: Gemma 4 does not scale its attention, and with 1 it would be one-hot,
+    which turns rounding into other results layer by layer.
+    """
     count = math.prod(shape)
     if _is_order(name):
         yield rng.permutation(count).astype(np.int64)
@@ -153,7 +157,7 @@ def _values(
     for start in range(0, count, PIECE):
         size = min(PIECE, count - start)
         if len(shape) < 2:
-            yield np.full(size, 0x3F80, np.uint16)
+            yield np.full(size, 0x3D80 if "q_norm" in name else 0x3F80, np.uint16)
             continue
         bits = rng.integers(0, 256, size, dtype=np.uint8).astype(np.uint16)
         yield ((bits & 0x80) << 8) | 0x3C80 | (bits & 0x7F)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 partial = root / f"once-{name}.partial"
+                shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed
                 partial.mkdir()
                 make(partial)
                 partial.rename(folder)

@@ -39,6 +39,7 @@ from specrun.contract import KvLayer, Part, Role, past
 from specrun.drafters.mtp import MtpDrafter
 from specrun.errors import EngineError, UsageError
 from specrun.kv import KvBuffers
+from specrun.ort import zeros
 from specrun.target import Target
 
 pytestmark = pytest.mark.slow
@@ -261,7 +262,7 @@ def test_batch_of_different_lengths(exported_pair: ExportedPair, pair: Pair) -> 
     both = made.open_target(batch=2)
     for row in range(12):
         both.verify(np.array([[text[row]] for text in texts]))
-    both.truncate(lengths)
+    both.kv.truncate(lengths)
     poison_behind(both.kv, np.nan)
     step = np.array([[text[n]] for text, n in zip(texts, lengths, strict=True)])
     got = both.verify(step, want_logits=True)
@@ -312,8 +313,9 @@ def test_logits_of_wanted_rows_only(
 
 def feeds(made: Exported, tokens: list[int], first_row: int) -> dict[str, NDArray[Any]]:
     """Inputs of a target run on an empty KV."""
+    sizes = {contract.BATCH: 1, contract.CAPACITY: 32}
     kv = {
-        spec.name: np.zeros([{"batch": 1, "capacity": 32}.get(str(d), d) for d in spec.shape], "f4")
+        spec.name: zeros(spec, **sizes)
         for spec in made.spec.inputs
         if spec.name.startswith("past.")
     }
@@ -582,6 +584,7 @@ def test_hidden_row_of_the_last_accepted_token(
             text.prompt,
             drafter=spy,
             num_assistant_tokens=k,
+            num_assistant_tokens_schedule="constant",
             max_new_tokens=NEW,
             eos_token_ids=[],
             strict=True,

@@ -16,6 +16,7 @@ from exported import Exported, Pair, pair_params
 from specexport.cli import main
 from specexport.presets import PRESETS
 from specrun import manifest as manifests
+from specrun.contract import Role
 
 ExportedPair = Callable[..., Exported]
 PAIR: Pair = ("gemma4-e2b", "assistant-plain")
@@ -75,7 +76,7 @@ def test_export_without_check(llama: Path, tmp_path: Path) -> None:
     made = manifests.read(out)
     assert made.parity is None
     assert made.generation.max_context == 32
-    assert made.engines[manifests.Role.TARGET].precision == "fp16"
+    assert made.engines[Role.TARGET].precision == "fp16"
 
 
 def test_export_errors(llama: Path, tmp_path: Path) -> None:
@@ -232,4 +233,4 @@ def test_help_shows_examples() -> None:
     for arguments in (("--help",), ("export", "--help"), ("check", "-h")):
         result = call(*arguments)
         assert result.exit_code == 0
-        assert "Examples:\n  specexport " in result.stdout
+        assert "  Examples:\n    specexport " in result.stdout

@@ -32,7 +32,7 @@ Precision = Literal["fp32", "fp16"]
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
-MIN_ONNXRUNTIME = "1.32"
+MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
 TARGET_FILE, DRAFTER_FILE = "target.onnx", "mtp_drafter.onnx"
 MODEL_MEMORY_SHARE = 0.25  # of the free memory, for the transformers model or the engines
 KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}

@@ -42,6 +42,9 @@ def _attach(module: torch.nn.Module, path: str, weights: Weights) -> None:
         _replace_forward(module, torch.nn.Embedding, _lookup(weights, f"{prefix}weight"))
     elif isinstance(module, torch.nn.Linear) and _bytes(module) > MODULE_BYTES:
         module.forward = _row_pieces(weights, f"{prefix}weight")  # type: ignore[method-assign]
+    elif names and "." not in path:
+        # The model itself looks at its heads and projections, so these stay.
+        _fill(names, prefix, weights)(module, None)
     elif names:
         module.register_forward_pre_hook(_fill(names, prefix, weights))
         module.register_forward_hook(_drop(names))

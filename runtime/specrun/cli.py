@@ -34,7 +34,11 @@ FLAGS = {
     field.name: "--" + field.name.replace("_", "-")
     for cls in (EngineOptions, GenerateOptions)
     for field in dataclasses.fields(cls)
-} | {"num_assistant_tokens_schedule": "--schedule", "eos_token_ids": "--eos-token-id"}
+} | {
+    "num_assistant_tokens_schedule": "--schedule",
+    "eos_token_ids": "--eos-token-id",
+    "num_draft": "--num-draft",  # of specexport, which reports its errors with the same function
+}
 
 
 class DefaultGroup(click.Group):
