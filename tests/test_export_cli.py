@@ -176,6 +176,30 @@ def test_check_with_another_source(exported_pair: ExportedPair, pair: Pair, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", pair_params(PAIR))
+def test_check_with_what_cannot_be_the_source(
+    exported_pair: ExportedPair, pair: Pair, llama: Path
+) -> None:
+    """Another family, other sizes, no assistant for a folder with a drafter."""
+    made = exported_pair(pair)
+    failed(
+        call("check", made.folder, llama),
+        "llama: has architecture LlamaForCausalLM, the folder was exported from gemma4-e2b with",
+        "give the checkpoint that the folder was exported from",
+    )
+    failed(
+        call("check", made.folder, "gemma4-tiny"),
+        "target: has vocabulary 3072, the folder",
+        "give the",
+    )
+    failed(
+        call("check", made.folder, made.target_path),
+        f"{made.folder}: has a drafter, and none is given",
+        "give the assistant with --drafter",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", pair_params(PAIR))
 @pytest.mark.parametrize("name", ["weights.data", "target.onnx", "tokenizer.json"])
 def test_check_finds_a_flipped_byte(
     exported_pair: ExportedPair, pair: Pair, name: str, tmp_path: Path

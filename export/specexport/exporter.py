@@ -112,12 +112,18 @@ def recheck(
 ) -> manifests.ParityReport:
     """Compare the engine folder ``out`` with ``target`` and ``drafter`` again.
 
-    Raises FolderError or ParityError.
+    Raises FolderError, SourceError where they cannot be what it was exported from, or ParityError.
     """
     report = progress or _silent
     made = manifests.read(out, verify="full")
     mtp = made.engines.get(Role.MTP_DRAFTER)
     contract = mtp.mtp if mtp is not None else None
+    _check_same(made, target)
+    if contract is not None and drafter is None:
+        raise SourceError(
+            f"{out}: has a drafter, and none is given to compare it with",
+            hint="give the assistant with --drafter",
+        )
     seen = reference.compute(
         target,
         drafter if contract is not None else None,
@@ -141,6 +147,22 @@ def _compare(
         mapped=weights > _memory_for_models(),
         progress=lambda done, total: report("check", done, total),
     )
+
+
+def _check_same(made: Manifest, target: Source) -> None:
+    """The target has the shape of the folder's; whether it has its weights, parity will show."""
+    spec = made.engines[Role.TARGET]
+    for what, folder_has, source_has in (
+        ("architecture", made.target.architecture, target.architecture),
+        ("vocabulary", spec.vocab_size, int(target.config.vocab_size)),
+        ("hidden size", spec.hidden_size, int(target.config.hidden_size)),
+    ):
+        if folder_has != source_has:
+            raise SourceError(
+                f"{target.id}: has {what} {source_has}, the folder was exported from"
+                f" {made.target.id} with {folder_has}",
+                hint="give the checkpoint that the folder was exported from",
+            )
 
 
 def _max_context(target: Source, options: ExportOptions) -> int:
