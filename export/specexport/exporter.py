@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -379,5 +380,14 @@ def _versions() -> dict[str, str]:
 
 def _memory_for_models() -> int:
     """Bytes that a comparison may take: a share of what can be allocated without swapping."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * MODEL_MEMORY_SHARE)
+    return int(_available_memory() * MODEL_MEMORY_SHARE)
+
+
+def _available_memory() -> int:
+    """Bytes that can be allocated; file caches give way, so what they hold counts too."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        found = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(encoding="ascii"), re.M)
+        if found is not None:
+            return int(found[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
