@@ -114,7 +114,7 @@ def _write_shards(
             size = 0
         shards[-1][name] = shape
         size += _bytes(name, shape)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(shard, folder / file, rng)

@@ -28,7 +28,7 @@ from exported import Exported, Pair, forward, pair_params, prompt_of, reference
 from numpy.typing import NDArray
 
 import specrun
-from specexport import cli, datafile, engines, exporter, parity, streamed
+from specexport import cli, datafile, engines, exporter, folder, parity, streamed
 from specexport import reference as references
 from specexport.datafile import DATA_FILE
 from specexport.errors import ExportError, SourceError
@@ -226,6 +226,25 @@ def test_killed_in_the_middle(llama: Source, tmp_path: Path) -> None:
     assert {"target.onnx", DATA_FILE} <= set(contents(left[0]))
     with pytest.raises(FolderError, match=r"no manifest\.json in it"):
         specrun.load(left[0])
+
+
+def test_what_a_killed_export_left_is_cleared_up(tmp_path: Path) -> None:
+    """A half-written folder goes, one that was moved away comes back; a running export's stays."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    out = tmp_path / "engines"
+    partial = tmp_path / f".engines.{dead.pid}.abc.partial"
+    partial.mkdir()
+    moved = tmp_path / f".engines.{dead.pid}.abc.old" / "engines"
+    moved.mkdir(parents=True)
+    (moved / manifests.MANIFEST).write_text("of an earlier export")
+    running = tmp_path / f".engines.{os.getpid()}.abc.partial"
+    running.mkdir()
+    with pytest.raises(RuntimeError, match="interrupted"), folder.atomic(out):
+        assert contents(out) == {manifests.MANIFEST: b"of an earlier export"}
+        raise RuntimeError("interrupted")
+    assert contents(out) == {manifests.MANIFEST: b"of an earlier export"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([running.name, "engines"])
 
 
 def test_a_corrupt_weight_is_found(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from specexport.errors import ExportError
 from specrun.manifest import MANIFEST, FileEntry, sha256_of
 
 HEADROOM = 64 << 20  # bytes left free beside what is written
+PARTIAL, OLD = ".partial", ".old"  # ends of the names of what stands beside the folder meanwhile
 
 
 @contextlib.contextmanager
@@ -24,7 +26,8 @@ def atomic(out: Path) -> Iterator[Path]:
     """
     check_target(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    _clear_up(out)
+    partial = _beside(out, PARTIAL)
     try:
         yield partial
         partial.chmod(0o777 & ~_umask())
@@ -68,7 +71,7 @@ def _take_place(new: Path, out: Path) -> None:
     if not out.exists():
         new.rename(out)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
+    old = _beside(out, OLD)
     out.rename(old / out.name)
     try:
         new.rename(out)
@@ -77,6 +80,33 @@ def _take_place(new: Path, out: Path) -> None:
         raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    """A new folder beside ``out`` whose name says which process it belongs to."""
+    prefix = f".{out.name}.{os.getpid()}."
+    return Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=out.parent))
+
+
+def _clear_up(out: Path) -> None:
+    """Remove what a killed export left beside ``out``; put back a folder it had moved away."""
+    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.*")):
+        owner = left.name.removeprefix(f".{out.name}.").partition(".")[0]
+        if left.suffix not in (PARTIAL, OLD) or not owner.isdigit() or _runs(int(owner)):
+            continue
+        if left.suffix == OLD and not out.exists() and (left / out.name).is_dir():
+            (left / out.name).rename(out)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _umask() -> int:
