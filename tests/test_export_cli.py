@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -258,3 +259,18 @@ def test_help_shows_examples() -> None:
         result = call(*arguments)
         assert result.exit_code == 0
         assert "  Examples:\n    specexport " in result.stdout
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a machine with only the runtime: one error that says what to install."""
+    find_spec = importlib.util.find_spec
+    missing = {"torch", "onnx_ir"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
+    )
+    done = CliRunner().invoke(main, ["gemma4-tiny", "--out", str(tmp_path / "engines")])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(
+        "Error: exporting needs torch, onnx_ir, not installed here\nhint:"
+    )
+    assert not (tmp_path / "engines").exists()

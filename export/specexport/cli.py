@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 
 NO_DRAFTER = "none"
 PRECISIONS = ("fp32", "fp16")
+EXPORT_MODULES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "safetensors",
+    "gguf",
+    "huggingface_hub",
+)
 
 
 @click.group(
@@ -94,6 +106,7 @@ def export(
       specexport google/gemma-4-E4B-it --drafter google/gemma-4-E4B-it-assistant --out engines/
       specexport ./my-llama --out engines/ --max-context 4096
     """
+    _check_installed()
     from specexport.exporter import ExportOptions
     from specexport.exporter import export as run_export
     from specexport.progress import bars
@@ -132,6 +145,7 @@ def check(folder: Path, source: str | None, drafter: str | None, as_json: bool) 
       specexport check engines/ gemma4-tiny
       specexport check engines/ path/to/target --drafter path/to/assistant
     """
+    _check_installed()
     from specexport import exporter, parity
     from specrun import manifest as manifests
 
@@ -163,6 +177,18 @@ def presets(as_json: bool) -> None:
 
 
 main.add_command(inspect)
+
+
+def _check_installed() -> None:
+    """Raise ExportError naming the modules of the extra ``export`` that are not there."""
+    missing = [name for name in EXPORT_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        from specexport.errors import ExportError
+
+        raise ExportError(
+            f"exporting needs {', '.join(missing)}, not installed here",
+            hint='pip install ".[export]"; running an engine folder needs none of them',
+        )
 
 
 def _pair(source: str, drafter: str | None, revision: str | None) -> tuple[Source, Source | None]:
