@@ -59,6 +59,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return resolve(tiny_models.save("llama", tmp_path_factory.mktemp("checkpoint")))
 
 
+EARLIER = '{"format": 1, "files": []}'  # the manifest of an earlier export
+
+
 def save_model(model: Any, path: Path) -> Source:
     """A checkpoint of ``model`` with the tiny tokenizer."""
     model.save_pretrained(path)
@@ -178,14 +181,14 @@ def test_an_error_in_the_middle(
     out = tmp_path / "engines"
     if before:
         out.mkdir()
-        (out / manifests.MANIFEST).write_text("of an earlier export")
+        (out / manifests.MANIFEST).write_text(EARLIER)
     kept = [path.name for path in tmp_path.iterdir()]
     monkeypatch.setattr(engines, "write_engine", writes_half)
     with pytest.raises(OSError, match="no more"):
         exporter.export(llama, None, out, UNCHECKED)
     assert [path.name for path in tmp_path.iterdir()] == kept
     if before:
-        assert contents(out) == {manifests.MANIFEST: b"of an earlier export"}
+        assert contents(out) == {manifests.MANIFEST: EARLIER.encode()}
 
 
 def writes_half(graph: Any, path: Path, data: Any, weights: Any) -> None:
@@ -216,11 +219,11 @@ def test_killed_in_the_middle(llama: Source, tmp_path: Path) -> None:
     """What was there is there; what is left beside it is no engine folder."""
     out = tmp_path / "engines"
     out.mkdir()
-    (out / manifests.MANIFEST).write_text("of an earlier export")
+    (out / manifests.MANIFEST).write_text(EARLIER)
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(llama.path), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert contents(out) == {manifests.MANIFEST: b"of an earlier export"}
+    assert contents(out) == {manifests.MANIFEST: EARLIER.encode()}
     left = [path for path in tmp_path.iterdir() if path != out]
     assert [path.suffix for path in left] == [".partial"]
     assert {"target.onnx", DATA_FILE} <= set(contents(left[0]))
@@ -237,14 +240,30 @@ def test_what_a_killed_export_left_is_cleared_up(tmp_path: Path) -> None:
     partial.mkdir()
     moved = tmp_path / f".engines.{dead.pid}.abc.old" / "engines"
     moved.mkdir(parents=True)
-    (moved / manifests.MANIFEST).write_text("of an earlier export")
+    (moved / manifests.MANIFEST).write_text(EARLIER)
     running = tmp_path / f".engines.{os.getpid()}.abc.partial"
     running.mkdir()
     with pytest.raises(RuntimeError, match="interrupted"), folder.atomic(out):
-        assert contents(out) == {manifests.MANIFEST: b"of an earlier export"}
+        assert contents(out) == {manifests.MANIFEST: EARLIER.encode()}
         raise RuntimeError("interrupted")
-    assert contents(out) == {manifests.MANIFEST: b"of an earlier export"}
+    assert contents(out) == {manifests.MANIFEST: EARLIER.encode()}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([running.name, "engines"])
+
+
+@pytest.mark.parametrize("manifest", ['{"name": "my app"}', EARLIER, "[]", "not JSON"])
+def test_what_others_wrote_stays(manifest: str, tmp_path: Path) -> None:
+    """A folder is replaced only where its manifest accounts for every file in it."""
+    out = tmp_path / "webapp"
+    (out / "src").mkdir(parents=True)
+    (out / manifests.MANIFEST).write_text(manifest)
+    (out / "src" / "main.js").write_text("code")
+    before = contents(out)
+    with (
+        pytest.raises(ExportError, match=r"is no engine folder|holds src/main\.js"),
+        folder.atomic(out),
+    ):
+        pass
+    assert contents(out) == before
 
 
 def test_a_corrupt_weight_is_found(

@@ -35,6 +35,7 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
 TARGET_FILE, DRAFTER_FILE = "target.onnx", "mtp_drafter.onnx"
+MIN_CONTEXT = 24  # the graphs are traced with an example of this order
 MODEL_MEMORY_SHARE = 0.25  # of the free memory, for the transformers model or the engines
 KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
 
@@ -173,6 +174,16 @@ def _max_context(target: Source, options: ExportOptions) -> int:
         raise UsageError(
             f"max_context: {target.id} has {limit} positions, got {wanted}",
             hint=f"give at most {limit}",
+        )
+    if wanted < MIN_CONTEXT:
+        raise UsageError(
+            f"max_context: must be at least {MIN_CONTEXT}, got {wanted}",
+            hint="smaller contexts cannot be compared with transformers",
+        )
+    if options.num_draft + 2 > wanted:
+        raise UsageError(
+            f"num_draft: {options.num_draft} drafts do not fit into a context of {wanted}",
+            hint=f"give at most {wanted - 2}, or a larger --max-context",
         )
     return wanted
 
@@ -357,6 +368,9 @@ def _generation(target: Source, max_context: int) -> Generation:
     given = target.generation
     end = given.get("eos_token_id")
     ids = [] if end is None else [end] if isinstance(end, int) else list(end)
+    # Some checkpoints write -1 for "none"; an id outside of the vocabulary can never come.
+    vocab = int(target.config.vocab_size)
+    ids = [i for i in ids if isinstance(i, int) and 0 <= i < vocab]
     plain = (bool, int, float, str)
     named = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
     defaults = {

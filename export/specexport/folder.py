@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import os
 import shutil
 import tempfile
@@ -37,14 +38,36 @@ def atomic(out: Path) -> Iterator[Path]:
 
 
 def check_target(out: Path) -> None:
-    """Raise ExportError where ``out`` holds something that is not an engine folder."""
+    """Raise ExportError where ``out`` holds anything that an export has not written."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ExportError(f"{out}: is not a folder", hint="give a new folder with --out")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+    if any(parent.exists() and not parent.is_dir() for parent in out.parents):
+        raise ExportError(f"{out}: lies below a file", hint="give another folder with --out")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    ours = _written_by_an_export(out)
+    if ours is None:
         raise ExportError(
             f"{out}: has files in it and is no engine folder",
             hint="give a new or empty folder with --out",
         )
+    inside = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
+    if foreign := sorted(inside - ours):
+        raise ExportError(
+            f"{out}: holds {foreign[0]}, which is no part of the engine folder in it",
+            hint="move it away, or give another folder with --out",
+        )
+
+
+def _written_by_an_export(out: Path) -> set[str] | None:
+    """Paths that the manifest in ``out`` accounts for, of any format; None without a manifest."""
+    try:
+        data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        return (
+            {MANIFEST, *(str(entry["path"]) for entry in data["files"])} if data["format"] else None
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -71,15 +94,18 @@ def _take_place(new: Path, out: Path) -> None:
     if not out.exists():
         new.rename(out)
         return
+    check_target(out)  # once more: an export takes its time
     old = _beside(out, OLD)
     out.rename(old / out.name)
     try:
         new.rename(out)
-    except OSError:
-        (old / out.name).rename(out)
+    except BaseException:
+        if not out.exists():
+            (old / out.name).rename(out)
         raise
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(out: Path, suffix: str) -> Path:

@@ -73,7 +73,7 @@ def plan_cases(config: Any, max_context: int, block: int) -> tuple[Case, ...]:
     lengths = [1, 2, 7, 33]
     if window and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         lengths.append(int(window) + 9)
-    fitting = sorted({n for n in lengths if n + block <= max_context})
+    fitting = sorted({n for n in lengths if n + block <= max_context}) or [1]
     return tuple(case for n in fitting for case in (Case(0, n), Case(n, 1), Case(n, block)))
 
 

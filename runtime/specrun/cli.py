@@ -72,6 +72,10 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             # The reader went away, as `| head` does; say nothing at exit either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            click.echo(f"Error: {where}{error.strerror or error}", err=True)
+            raise SystemExit(1) from error
 
     return wrapped
 

@@ -201,6 +201,7 @@ class Engine:
     ) -> Generator[str, None, Result]:
         meter = Meter(prompt_tokens=len(prompt))
         target = self.target
+        provider = self._sessions[Role.TARGET].get_providers()[0]
         method = "custom" if drafter is not None else options.method
         text: list[str] = []
         tokens: list[int] = []
@@ -228,7 +229,6 @@ class Engine:
                     text.append(commit.text)
                     yield commit.text
                 reason = commit.reason or reason
-        provider = self._sessions[Role.TARGET].get_providers()[0]
         stats = meter.freeze(method, provider)
         return Result("".join(text), tokens, reason, stats, options)
 

@@ -25,6 +25,9 @@ DEFAULT_NUM_ASSISTANT_TOKENS = 5  # where the manifest names none
 T = TypeVar("T", bound="EngineOptions | GenerateOptions")
 
 
+MAX_THREADS = 1024
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How the engines of a folder are opened.
@@ -44,6 +47,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _at_least("threads", self.threads, 1)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise UsageError(
+                f"threads: must be at most {MAX_THREADS}, got {self.threads}",
+                hint="give the number of CPU cores, or leave it out",
+            )
         _at_least("max_context", self.max_context, 2)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
         _one_of("verify", self.verify, get_args(Verify))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +23,14 @@ class GuardedDrafter:
     @property
     def max_drafts(self) -> int | None:
         """The drafter's own limit; 0 after a failure."""
-        return 0 if self._drafter is None else self._drafter.max_drafts
+        if self._drafter is None:
+            return 0
+        try:
+            most = self._drafter.max_drafts
+            return None if most is None else operator.index(most)
+        except Exception as error:
+            self._fail(error)
+            return 0
 
     def begin(self, tokens: Sequence[int]) -> None:
         """See :class:`Drafter`."""
@@ -33,7 +42,14 @@ class GuardedDrafter:
 
     def propose(self, count: int) -> Sequence[int]:
         """See :class:`Drafter`; nothing after a failure."""
-        return self._call("propose", count) or ()
+        proposal = self._call("propose", count)
+        if proposal is None:
+            return ()
+        try:
+            return [operator.index(token) for token in itertools.islice(proposal, count)]
+        except Exception as error:
+            self._fail(error)
+            return ()
 
     def truncate(self, length: int) -> None:
         """See :class:`Drafter`."""
@@ -45,6 +61,9 @@ class GuardedDrafter:
         try:
             return getattr(self._drafter, verb)(*arguments)
         except Exception as error:
-            self._drafter = None
-            self._on_failure(error)
+            self._fail(error)
             return None
+
+    def _fail(self, error: Exception) -> None:
+        self._drafter = None
+        self._on_failure(error)
