@@ -6,6 +6,8 @@ import importlib.util
 import json
 import logging
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +56,13 @@ def main() -> None:
     "specexport presets" for the names it knows.
     """
     _quiet_libraries()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, _: object) -> None:
+    """End as Ctrl-C does, so that a half-written folder is removed."""
+    raise SystemExit(128 + number)
 
 
 @main.command()

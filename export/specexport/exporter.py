@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from specexport import engines, folder, parity, reference
 from specexport.datafile import DATA_FILE, DataFile
@@ -370,21 +371,26 @@ def _generation(target: Source, max_context: int) -> Generation:
     ids = [] if end is None else [end] if isinstance(end, int) else list(end)
     # Some checkpoints write -1 for "none"; an id outside of the vocabulary can never come.
     vocab = int(target.config.vocab_size)
-    ids = [i for i in ids if isinstance(i, int) and 0 <= i < vocab]
+    ids = [i for i in ids if _token_id(i, vocab) is not None]
     plain = (bool, int, float, str)
     named = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
     defaults = {
         key: value
         for key, value in sorted(given.items())
         if key not in named and not key.startswith("_") and isinstance(value, plain)
+        if not isinstance(value, float) or math.isfinite(value)
     }
     return Generation(
         eos_token_ids=tuple(int(i) for i in ids),
-        bos_token_id=cast("int | None", given.get("bos_token_id")),
-        pad_token_id=cast("int | None", given.get("pad_token_id")),
+        bos_token_id=_token_id(given.get("bos_token_id"), vocab),
+        pad_token_id=_token_id(given.get("pad_token_id"), vocab),
         max_context=max_context,
         defaults=defaults,
     )
+
+
+def _token_id(value: object, vocab: int) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < vocab else None
 
 
 def _versions() -> dict[str, str]:

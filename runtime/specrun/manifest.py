@@ -188,7 +188,20 @@ class Manifest:
             raise DecodeError(f"files: {missing[0]!r} is used and not listed")
         for role, engine in self.engines.items():
             _check_engine(role, engine)
+        self._check_ids()
         self._check_pair()
+
+    def _check_ids(self) -> None:
+        """Special ids are tokens of the target or its tokenizer, which may be padded apart."""
+        vocab = max(self.engines[Role.TARGET].vocab_size, self.tokenizer.vocab_size)
+        given = self.generation
+        ids: list[tuple[str, int | None]] = [("eos_token_ids", i) for i in given.eos_token_ids]
+        ids += [("bos_token_id", given.bos_token_id), ("pad_token_id", given.pad_token_id)]
+        for name, value in ids:
+            if value is not None and not 0 <= value < vocab:
+                raise DecodeError(f"generation.{name}: must be in 0..{vocab - 1}, got {value}")
+        if self._sha256(self.tokenizer.file) != self.tokenizer.sha256:
+            raise DecodeError("tokenizer.sha256: is not that of the file")
 
     def _check_pair(self) -> None:
         """The drafter's declared KV, hidden width and target must be those of this target."""
