@@ -206,3 +206,20 @@ def test_every_help_has_examples(command: list[str]) -> None:
 
 def test_version() -> None:
     assert call("--version").stdout.startswith("specrun, version ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_prompt(
+    toy_folder: Callable[[Toy], Path], tmp_path: Path
+) -> None:
+    """Editors put one in front of UTF-8 files."""
+    folder = toy_folder(Toy())
+    texts = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        file = tmp_path / encoding
+        file.write_text("1", encoding=encoding)
+        done = CliRunner().invoke(
+            main, [str(folder), "--prompt-file", str(file), "--raw", "--json"]
+        )
+        assert done.exit_code == 0, done.stderr
+        texts.append(json.loads(done.stdout)["tokens"])
+    assert texts[0] == texts[1]

@@ -296,8 +296,8 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
         )
     try:
         if prompt_file == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return Path(prompt_file).read_text(encoding="utf-8")
+            return sys.stdin.buffer.read().decode("utf-8-sig")
+        return Path(prompt_file).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prompt-file: {prompt_file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
