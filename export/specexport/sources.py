@@ -20,6 +20,7 @@ from specexport.errors import SourceError, WeightsError
 from specexport.safetensors_files import read_folder, weight_files
 from specexport.tokenizer_files import TokenizerInfo
 from specexport.weights import Weights
+from specgraphs import families
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +28,9 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-TARGETS = (
-    "llama",
-    "qwen3",
-    "gemma3_text",
-    "gemma3",
-    "gemma4_text",
-    "gemma4",
-    "gemma4_unified_text",
-    "gemma4_unified",
-)
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+MULTIMODAL = ("gemma3", "gemma4", "gemma4_unified")  # of these the text model is exported
+TARGETS = families.TARGETS + MULTIMODAL
+ASSISTANTS = families.ASSISTANTS
 LOCAL_PAIR = "specexport PATH/TO/target --drafter PATH/TO/assistant --out DIR"
 
 

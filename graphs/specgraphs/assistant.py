@@ -19,9 +19,9 @@ import torch
 from specgraphs import families, ops, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
 from specgraphs.loop import RepeatStep
-from specgraphs.trace import TORCH_DTYPES, FakeModel, export
+from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, export, kv_inputs
 from specrun import contract
-from specrun.contract import KvLayer, Part
+from specrun.contract import KvLayer
 
 NEXT_TOKEN, NEXT_HIDDEN = "next_token", "next_hidden"
 
@@ -169,34 +169,23 @@ def trace_assistant(
     ``assistant`` and ``target`` share one fake mode. Raises ValueError where they are no pair.
     """
     plan = plan_assistant(assistant.model.config, target.model.config)
-    dtype = TORCH_DTYPES[precision]
-    batch, capacity = 2, 40  # examples only
-    with assistant.mode:
-        past = [
-            torch.zeros(batch, kv.heads, capacity, kv.head_size, dtype=dtype)
-            for kv in plan.kv
-            for _ in Part
-        ]
-        args = (
-            torch.ones(batch, 1, dtype=torch.int64),
-            torch.zeros(batch, 1, plan.hidden_size, dtype=dtype),
-            torch.ones(batch, dtype=torch.int32),
-            past,
-        )
     batches = torch.export.Dim(contract.BATCH, min=1, max=4096)
-    rows = torch.export.Dim(contract.CAPACITY, min=2, max=max(4, 2 * max_context))
+    kv = kv_inputs(plan.kv, assistant.mode, precision, batch=batches, max_context=max_context)
+    dtype = TORCH_DTYPES[precision]
+    with assistant.mode:
+        args = (
+            torch.ones(EXAMPLE_BATCH, 1, dtype=torch.int64),
+            torch.zeros(EXAMPLE_BATCH, 1, plan.hidden_size, dtype=dtype),
+            torch.ones(EXAMPLE_BATCH, dtype=torch.int32),
+            kv.examples,
+        )
     sparse = [contract.DRAFT_CANDIDATES] if plan.head == "centroid" else []
     model = export(
         _Step(assistant.model, target.model.get_input_embeddings(), plan),
         args,
-        ({0: batches}, {0: batches}, {0: batches}, [{0: batches, 2: rows}] * len(past)),
+        ({0: batches}, {0: batches}, {0: batches}, kv.shapes),
         mode=assistant.mode,
-        input_names=[
-            contract.TOKEN,
-            contract.HIDDEN,
-            contract.PAST_LENGTH,
-            *(contract.past(kv.layer, part) for kv in plan.kv for part in Part),
-        ],
+        input_names=[contract.TOKEN, contract.HIDDEN, contract.PAST_LENGTH, *kv.names],
         output_names=[NEXT_TOKEN, contract.DRAFT_LOGITS, *sparse, NEXT_HIDDEN],
     )
     passes.simplify(model)

@@ -9,7 +9,7 @@ import torch
 from specgraphs import families, ops, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
 from specgraphs.families import KvPlan
-from specgraphs.trace import TORCH_DTYPES, FakeModel, export
+from specgraphs.trace import EXAMPLE_BATCH, FakeModel, export, kv_inputs
 from specrun import contract
 from specrun.contract import Part
 
@@ -120,23 +120,17 @@ def trace_target(fake: FakeModel, precision: str, *, max_context: int) -> Engine
     """Trace the target engine of ``fake``; KV dtype and activations in ``precision``."""
     config = fake.model.config
     plan = families.kv_plan(config)
-    dtype = TORCH_DTYPES[precision]
-    batch, rows, wanted, capacity = 2, 5, 3, 40  # examples only; none is special to torch.export
-    with fake.mode:
-        past = [
-            torch.zeros(batch, kv.heads, capacity, kv.head_size, dtype=dtype)
-            for kv in plan.owners
-            for _ in Part
-        ]
-        args = (
-            torch.ones(batch, rows, dtype=torch.int64),
-            torch.ones(batch, dtype=torch.int32),
-            torch.arange(wanted),
-            past,
-        )
     dim = torch.export.Dim
     batches = dim(contract.BATCH, min=1, max=4096)
-    buffer = {0: batches, 2: dim(contract.CAPACITY, min=2, max=max(4, 2 * max_context))}
+    kv = kv_inputs(plan.owners, fake.mode, precision, batch=batches, max_context=max_context)
+    rows, wanted = 5, 3  # examples only
+    with fake.mode:
+        args = (
+            torch.ones(EXAMPLE_BATCH, rows, dtype=torch.int64),
+            torch.ones(EXAMPLE_BATCH, dtype=torch.int32),
+            torch.arange(wanted),
+            kv.examples,
+        )
     model = export(
         _Target(fake.model, plan, families.softcap(config)),
         args,
@@ -144,20 +138,15 @@ def trace_target(fake: FakeModel, precision: str, *, max_context: int) -> Engine
             {0: batches, 1: dim(contract.ROWS, min=1, max=max(2, max_context))},
             {0: batches},
             {0: dim(contract.WANTED, min=1, max=max(2, max_context))},
-            [buffer] * len(past),
+            kv.shapes,
         ),
         mode=fake.mode,
-        input_names=[
-            contract.TOKENS,
-            contract.PAST_LENGTH,
-            WANTED_ROWS,
-            *(contract.past(kv.layer, part) for kv in plan.owners for part in Part),
-        ],
+        input_names=[contract.TOKENS, contract.PAST_LENGTH, WANTED_ROWS, *kv.names],
         output_names=[
             contract.LOGITS,
             contract.ARGMAX,
             contract.HIDDEN,
-            *(contract.present(kv.layer, part) for kv in plan.owners for part in Part),
+            *(contract.present(owner.layer, part) for owner in plan.owners for part in Part),
         ],
     )
     passes.WantedRowsFromFirstRow(WANTED_ROWS)(model)

@@ -21,7 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specgraphs import ops, patches
 from specgraphs.engine_graph import Module, Origin
+from specrun import contract
+from specrun.contract import KvLayer, Part
 
+EXAMPLE_BATCH, EXAMPLE_CAPACITY = 2, 40  # not special to torch.export, as 0 and 1 would be
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -64,6 +67,42 @@ def build_fake(
     _fake_parameters(model, mode)
     patches.patch_norms(model)
     return FakeModel(model, mode, buffers)
+
+
+@dataclass(frozen=True)
+class KvInputs:
+    """The KV buffers as inputs of a traced module: examples, dynamic sizes and names."""
+
+    examples: list[torch.Tensor]
+    shapes: list[dict[int, Any]]
+    names: list[str]
+
+
+def kv_inputs(
+    layers: Sequence[KvLayer], mode: FakeTensorMode, precision: str, *, batch: Any, max_context: int
+) -> KvInputs:
+    """Key and value of every layer, ``[batch, heads, capacity, head]``, a tensor of its own each.
+
+    ``batch``: the dynamic size that all inputs of the module share.
+    """
+    capacity = torch.export.Dim(contract.CAPACITY, min=2, max=max(4, 2 * max_context))
+    halves = [(kv, part) for kv in layers for part in Part]
+    with mode:
+        examples = [
+            torch.zeros(
+                EXAMPLE_BATCH,
+                kv.heads,
+                EXAMPLE_CAPACITY,
+                kv.head_size,
+                dtype=TORCH_DTYPES[precision],
+            )
+            for kv, _ in halves
+        ]
+    return KvInputs(
+        examples,
+        [{0: batch, 2: capacity}] * len(halves),
+        [contract.past(kv.layer, part) for kv, part in halves],
+    )
 
 
 def export(
