@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 import specrun
 from specrun.loop import Round
 from specrun.ort import PreparedRun
+from specrun.sampling import Sampler
 
 PROMPT = "The Moon is Earth's only natural satellite. It orbits at an average distance of"
 
@@ -35,6 +36,7 @@ class Replay:
         self.text = list(text)
         self.committed = 0
         self.max_drafts: int | None = None
+        self.needs_prompt_rows = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         self.committed = len(tokens)
@@ -42,7 +44,7 @@ class Replay:
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         self.committed += len(tokens)
 
-    def propose(self, count: int) -> Sequence[int]:
+    def propose(self, count: int, sampler: Sampler) -> Sequence[int]:
         return self.text[self.committed : self.committed + count]
 
     def truncate(self, length: int) -> None:

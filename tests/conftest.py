@@ -20,7 +20,7 @@ import specrun
 if TYPE_CHECKING:
     from exported import Exported, Pair
 
-    from specexport.exporter import Precision
+    from specexport.parts.base import Precision
 
 
 @pytest.fixture

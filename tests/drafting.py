@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.drafters.base import Proposal
+from specrun.sampling import Sampler
+
 
 class Truth(Protocol):
     """What the target will say: a toy, or a text that is known already."""
@@ -53,20 +56,22 @@ class KnownText:
 
 
 def check_hidden(truth: Truth, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
-    """The row is that of the last token but one: the row that gave the last token."""
+    """The last row is that of the last token but one: the row that gave the last token."""
     row = len(tokens) - 2
     if isinstance(truth, KnownText):
-        np.testing.assert_allclose(hidden[0], truth.hidden[row], atol=1e-4, rtol=1e-4)
+        first = row + 1 - len(hidden)
+        np.testing.assert_allclose(hidden, truth.hidden[first : row + 1], atol=1e-4, rtol=1e-4)
     else:
         # The toy's hidden state is (position, token).
-        assert hidden.shape == (1, 2)
-        assert hidden[0].tolist() == [row, tokens[-2]]
+        rows = [[at, tokens[at]] for at in range(row + 1 - len(hidden), row + 1)]
+        assert hidden.tolist() == rows
 
 
 class Scripted:
     """Drafts the target's own tokens, changed by ``draft``; the oracle as it is."""
 
     max_drafts: int | None = None
+    needs_prompt_rows = False
 
     def __init__(self, toy: Truth) -> None:
         self.toy = toy
@@ -81,10 +86,11 @@ class Scripted:
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         assert self.held <= len(self.tokens) + len(tokens)
+        assert len(hidden) == len(tokens)
         self.tokens += tokens
         check_hidden(self.toy, self.tokens, hidden)
 
-    def propose(self, count: int) -> Sequence[int]:
+    def propose(self, count: int, sampler: Sampler) -> Proposal | Sequence[int]:
         assert self.held <= len(self.tokens)
         self.asked.append(count)
         right = self.toy.plain(self.tokens, count)
@@ -157,7 +163,7 @@ class Replay(Scripted):
         self.replayed = list(tokens)
         self.prompt_length = prompt_length
 
-    def propose(self, count: int) -> Sequence[int]:
+    def propose(self, count: int, sampler: Sampler) -> Proposal | Sequence[int]:
         done = len(self.tokens) - self.prompt_length
         proposal = self.replayed[done : done + count]
         self.held = len(self.tokens) + len(proposal)
@@ -171,7 +177,7 @@ class Failing(Scripted):
         super().__init__(toy)
         self.at = at
 
-    def propose(self, count: int) -> Sequence[int]:
+    def propose(self, count: int, sampler: Sampler) -> Proposal | Sequence[int]:
         if len(self.asked) == self.at:
             raise RuntimeError("the drafter broke")
-        return super().propose(count)
+        return super().propose(count, sampler)

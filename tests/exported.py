@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 import specrun
 from specexport import exporter
-from specexport.exporter import ExportOptions, Precision
+from specexport.exporter import ExportOptions
+from specexport.parts.base import Precision
 from specexport.sources import Source, resolve_pair
 from specrun import manifest as manifests
 from specrun.contract import Role
@@ -68,9 +69,9 @@ class Exported:
         """The folder through the public API."""
         return specrun.load(self.folder, threads=1, **options)
 
-    def session(self, role: Role) -> Any:
+    def session(self, name: str) -> Any:
         """A session of one engine, checked against the manifest."""
-        spec = self.manifest.engines[role]
+        spec = self.manifest.engines[name]
         return open_session(self.folder / spec.file, spec, threads=1)
 
     def open_target(self, **options: Any) -> Target:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import tiny_models
+from drafted import check_candidates, draft, reference_draft
 from drafting import CorruptEvery, KnownText, Noisy, Oracle, RightFor, Scripted
 from exported import (
     NUM_DRAFT,
@@ -32,14 +33,15 @@ from exported import (
 from numpy.typing import NDArray
 
 import specrun
-from specexport import parity
-from specexport.reference import relative_error
+from specexport import errors
+from specexport.numbers import relative_error
 from specrun import contract
-from specrun.contract import KvLayer, Part, Role, past
+from specrun.contract import TARGET_ENGINE, KvLayer, Part, Role, past
 from specrun.drafters.mtp import MtpDrafter
-from specrun.errors import EngineError, UsageError
+from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.ort import zeros
+from specrun.sampling import Sampler
 from specrun.target import Target
 
 pytestmark = pytest.mark.slow
@@ -284,10 +286,11 @@ def test_a_batch_of_blocks_is_refused(exported_pair: ExportedPair, pair: Pair) -
     target.verify(np.array([[1], [2]]))
     with pytest.raises(EngineError, match=r"target\.onnx: a run failed: .*batch_size must be 1"):
         target.verify(np.array([[1, 2], [3, 4]]))
-    with made.open() as engine:
-        for prompts in (["a", "b"], [[1, 2], [3]]):
-            with pytest.raises(UsageError, match="batches are not supported yet, got a list of 2"):
-                engine.generate(prompts)  # type: ignore[arg-type]
+    with made.open() as engine:  # so every text of a batch has buffers of its own
+        options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_ids": []}
+        batch = engine.generate([[1, 2], [3]], **options)
+        alone = [engine.generate(prompt, **options) for prompt in ([1, 2], [3])]
+        assert [row.tokens for row in batch] == [row.tokens for row in alone]
 
 
 @pytest.mark.parametrize("pair", pair_params(("llama", None), SHARING))
@@ -304,7 +307,8 @@ def test_logits_of_wanted_rows_only(
     )
     for first_row in (0, 29):
         outputs = session.run(["logits", "argmax", "hidden"], feeds(made, prompt_of(30), first_row))
-        assert [array.shape[1] for array in outputs] == [30 - first_row] * 3
+        rows = 30 if made.spec.all_hidden else 30 - first_row
+        assert [array.shape[1] for array in outputs] == [30 - first_row] * 2 + [rows]
     largest = [max(sizes) for sizes in run_sizes(Path(session.end_profiling()))]
     vocabulary = made.spec.vocab_size
     assert largest[0] >= 30 * vocabulary
@@ -340,9 +344,9 @@ def run_sizes(profile: Path) -> Iterator[list[int]]:
 # What stands in the graphs.
 
 
-def nodes(made: Exported, role: Role) -> list[ir.Node]:
+def nodes(made: Exported, name: str) -> list[ir.Node]:
     """All nodes of an engine, those of subgraphs too."""
-    return list(ir.load(made.folder / made.manifest.engines[role].file).graph.all_nodes())
+    return list(ir.load(made.folder / made.manifest.engines[name].file).graph.all_nodes())
 
 
 @pytest.mark.parametrize("pair", pair_params())
@@ -416,57 +420,6 @@ def test_windows_in_the_graphs(exported_pair: ExportedPair, pair: Pair) -> None:
 # The MTP drafter.
 
 
-def draft(
-    made: Exported, target: Target, token: int, hidden: NDArray[Any], count: int
-) -> dict[str, NDArray[Any]]:
-    """One run of the drafter engine on the target's KV; all its outputs."""
-    spec = made.manifest.engines[Role.MTP_DRAFTER]
-    session = made.session(Role.MTP_DRAFTER)
-    names = [output.name for output in spec.outputs]
-    kv = {past(kv.layer, part) for kv in spec.kv for part in Part}
-    outputs = session.run(
-        names,
-        {
-            contract.TOKEN: np.array([[token]]),
-            contract.HIDDEN: hidden[None, None].astype("f4"),
-            contract.PAST_LENGTH: target.kv.lengths,
-            contract.NUM_DRAFT: np.array(count),
-            **{name: target.kv.arrays[name] for name in kv},
-        },
-    )
-    return dict(zip(names, outputs, strict=True))
-
-
-def reference_draft(
-    pair: Pair, tokens: list[int], length: int, count: int
-) -> tuple[list[int], NDArray[np.float32]]:
-    """The reference's own loop on the committed rows: tokens and logits of every step."""
-    import torch
-
-    model, assistant = reference(pair[0]), reference(str(pair[1]))
-    with torch.no_grad():
-        out = model(
-            torch.tensor([tokens[:length]]),
-            use_cache=False,
-            output_hidden_states=True,
-            return_shared_kv_states=True,
-        )
-        token, hidden = torch.tensor([[tokens[length]]]), out.hidden_states[-1][:, -1:]
-        drafted, logits = [], []
-        for _ in range(count):
-            step = assistant(
-                inputs_embeds=torch.cat([model.get_input_embeddings()(token), hidden], dim=-1),
-                position_ids=torch.tensor([[length]]),
-                shared_kv_states=out.shared_kv_states,
-                attention_mask=None,
-                use_cache=False,
-            )
-            token, hidden = step.logits.argmax(-1), step.last_hidden_state
-            drafted.append(int(token))
-            logits.append(step.logits[0, 0].numpy())
-    return drafted, np.stack(logits)
-
-
 DRAFTING = tuple(pair for pair in tiny_models.PAIRS if pair[1])
 
 
@@ -482,10 +435,7 @@ def test_drafts_equal_the_reference(exported_pair: ExportedPair, pair: Pair) -> 
         got = draft(made, target, tokens[length], hidden, NUM_DRAFT)
         drafted, logits = reference_draft(pair, tokens, length, NUM_DRAFT)
         assert got[contract.DRAFT_TOKENS][0].tolist() == drafted
-        ids = got.get(contract.DRAFT_CANDIDATES)
-        wanted = logits if ids is None else np.take_along_axis(logits, ids[0], axis=1)
-        assert relative_error(got[contract.DRAFT_LOGITS][0, :1], wanted[:1]) <= 1e-4
-        assert relative_error(got[contract.DRAFT_LOGITS][0], wanted) <= 1e-3
+        check_candidates(made, got, logits)
 
 
 @pytest.mark.parametrize("pair", pair_params(SHARING))
@@ -507,7 +457,7 @@ def test_swapped_halves_fail_parity(
         )
 
     monkeypatch.setattr(assistant._Step, "__init__", swapped)
-    with pytest.raises(parity.ParityError, match=r"mtp_drafter\.draft_logits differs"):
+    with pytest.raises(errors.ParityError, match=r"mtp_drafter\.draft_logits differs"):
         exporter.export(*exported_pair(pair).sources, tmp_path / "engines")
     assert not (tmp_path / "engines").exists()
     mtp = exported_pair(pair).manifest.engines[Role.MTP_DRAFTER].mtp
@@ -553,15 +503,15 @@ class Spy(RightFor):
         super().observe(tokens, hidden)
         self.real.observe(tokens, hidden)
 
-    def propose(self, count: int) -> Any:
-        self.real.propose(count)
+    def propose(self, count: int, sampler: Sampler) -> Any:
+        self.real.propose(count, sampler)
         state = self.real._state
         row = len(self.tokens) - 2  # of the last token that is in the KV
         assert state[contract.TOKEN].tolist() == [[self.tokens[-1]]]
         assert state[contract.PAST_LENGTH].tolist() == [row + 1]
         got = state[contract.HIDDEN][0, 0]
         np.testing.assert_allclose(got, self.text.hidden[row], atol=1e-4, rtol=1e-4)
-        return super().propose(count)
+        return super().propose(count, sampler)
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
@@ -576,7 +526,8 @@ def test_hidden_row_of_the_last_accepted_token(
     """After a prefill the last prompt row; then the row of the last accepted token, n = 0, 1, k."""
     text = known_text(pair[0], tuple(prompt_of(9)), NEW)
     with exported_pair(pair).open() as engine:
-        real = engine._drafter(engine.resolve(specrun.GenerateOptions(method="mtp-drafter")))
+        assert engine._lane is not None
+        real = engine._lane.drafter(engine.resolve(specrun.GenerateOptions(method="mtp-drafter")))
         assert isinstance(real, MtpDrafter)
         spy = Spy(text, [0, 1, k], real)
         rounds: list[specrun.Round] = []
@@ -629,11 +580,11 @@ def test_growing_buffers(
     text = known_text(pair[0], tuple(prompt_of(9)), 100)
     with exported_pair(pair).open() as engine:
         spec = exported_pair(pair).spec
-        session = engine._sessions[Role.TARGET]
-        engine._target = Target(session, spec, max_context=128, initial_capacity=16)
+        session = engine._resources.session(TARGET_ENGINE)
+        engine._open_lane().target = Target(session, spec, max_context=128, initial_capacity=16)
         options: dict[str, Any] = {"max_new_tokens": 100, "eos_token_ids": [], "strict": True}
         assert engine.generate(text.prompt, drafter=kind(text), **options).tokens == text.new
         assert engine.target.kv.capacity == 128
     with exported_pair(pair).open() as engine:
-        engine._target = Target(session, spec, max_context=128, initial_capacity=16)
+        engine._open_lane().target = Target(session, spec, max_context=128, initial_capacity=16)
         assert engine.generate(text.prompt, method="mtp-drafter", **options).tokens == text.new

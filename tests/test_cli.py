@@ -51,7 +51,14 @@ def test_stats_on_stderr(folder: Path) -> None:
 def test_json(folder: Path) -> None:
     result = call(folder, "--prompt", "12", "-n", 5, "--json")
     data = json.loads(result.stdout)
-    assert set(data) == {"text", "tokens", "finish_reason", "stats", "options"}
+    assert set(data) == {
+        "text",
+        "tokens",
+        "finish_reason",
+        "stats",
+        "options",
+        "logprobs",
+    }
     assert (data["text"], data["tokens"]) == ("34567", [3, 4, 5, 6, 7])
     assert data["finish_reason"] == "length"
     stats = data["stats"]
@@ -135,6 +142,21 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "max_matching_ngram_size": ([], ["--max-matching-ngram-size", "3"]),
     "max_new_tokens": (["-n", "3"], ["-n", "4"]),
+    "assistant_confidence_threshold": ([], ["--confidence-threshold", "0.5"]),
+    "ensemble_weight": (["--ensemble-weight", "1"], ["--ensemble-weight", "0.5"]),
+    "do_sample": (["--greedy"], ["--sample"]),
+    "temperature": (["--temperature", "0.5"], ["--temperature", "0.6"]),
+    "top_k": (["--top-k", "1"], ["--top-k", "2"]),
+    "top_p": (["--top-p", "0.5"], ["--top-p", "0.6"]),
+    "min_p": (["--min-p", "0.1"], ["--min-p", "0.2"]),
+    "typical_p": (["--typical-p", "0.5"], ["--typical-p", "0.6"]),
+    "seed": (["--sample", "--seed", "1"], ["--sample", "--seed", "2"]),
+    "repetition_penalty": ([], ["--repetition-penalty", "1.5"]),
+    "no_repeat_ngram_size": ([], ["--no-repeat-ngram-size", "3"]),
+    "min_new_tokens": ([], ["--min-new-tokens", "2"]),
+    "bad_words": ([], ["--bad-word", "9"]),
+    "logit_bias": ([], ["--logit-bias", "3:-100", "--logit-bias", "4:1.5"]),
+    "logprobs": ([], ["--logprobs", "2"]),
     "eos_token_ids": ([], ["--eos-token-id", "3", "--eos-token-id", "4"]),
     "stop": ([], ["--stop", "ab", "--stop", "c"]),
     "threads": (["--threads", "1"], ["--threads", "2"]),
@@ -145,7 +167,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "stats": ([], ["--stats"]),
     "quiet": ([], ["--quiet"]),
 }
-NO_SECOND_VALUE = {"folder", "device"}  # only the CPU is certain to be there
+# Only the CPU is certain to be there; ids are for programs, the command has --bad-word.
+NO_SECOND_VALUE = {"folder", "device", "bad_words_ids", "tuning"}
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -158,7 +181,9 @@ def test_every_option_takes_effect(folder: Path, name: str) -> None:
         dumps.append(json.loads(result.stdout)["options"])
     changed = {key for key in dumps[0] if dumps[0][key] != dumps[1][key]}
     assert name in changed
-    assert changed <= {name, "num_assistant_tokens"}  # plain decoding drafts none
+    # Plain decoding drafts none, and a text that is sampled has another seed each time.
+    follow = {"num_assistant_tokens", "seed", "temperature"}
+    assert changed <= {name} | follow
 
 
 def test_no_option_is_left_out_of_that() -> None:
@@ -166,7 +191,7 @@ def test_no_option_is_left_out_of_that() -> None:
     assert fields <= VALUES.keys() | NO_SECOND_VALUE
     run = main.commands["run"]
     names = {parameter.name for parameter in run.params}
-    aliases = {"schedule", "eos_token_id", "ignore_eos", "prompt_file", "as_json"}
+    aliases = {"schedule", "eos_token_id", "ignore_eos", "prompt_file", "as_json", "bad_word"}
     assert names - aliases <= VALUES.keys() | NO_SECOND_VALUE
 
 
@@ -181,7 +206,7 @@ def test_inspect(folder: Path) -> None:
     assert result.exit_code == 0
     assert "engine mtp_drafter" in result.stdout
     assert "drafts up to 16 tokens" in result.stdout
-    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 1
+    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 2
     (folder / "target.onnx").write_bytes(b"")
     assert call("inspect", folder).exit_code == 1
 

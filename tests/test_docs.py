@@ -20,6 +20,7 @@ import toys
 from specexport import cli as specexport
 from specexport.presets import PRESETS
 from specrun import cli as specrun
+from specrun import cli_errors
 from specrun.options import METHODS, SCHEDULES, GenerateOptions, Method
 from specrun.stats import Stats
 
@@ -138,15 +139,16 @@ def test_shell_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 
 
-def test_the_python_example_runs(
+def test_the_python_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [example] = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    examples = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     toy = toys.Toy(drafter=True, chat_template=CHAT, max_context=256)
     toys.write_folder(tmp_path / "engines", toy)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
+    for example in examples:  # a later one goes on with the names of those before
+        exec(compile(example, "README.md", "exec"), names)
     names["engine"].close()
     assert len(names["result"].tokens) == 64
     assert "of the drafts accepted" in capsys.readouterr().out
@@ -255,7 +257,7 @@ def test_commands_start(program: str) -> None:
 def test_options_in_messages_are_flags() -> None:
     """Every option of the API has a flag, so that an error can name it."""
     for field in dataclasses.fields(GenerateOptions):
-        assert field.name in specrun.FLAGS
+        assert field.name in cli_errors.FLAGS
 
 
 def test_importing_is_light() -> None:

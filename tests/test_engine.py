@@ -114,8 +114,7 @@ def test_an_empty_prompt(open_toy: OpenToy, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        (["one", "two"], "batches are not supported yet, got a list of 2 prompts"),
-        ([[1, 2], [3]], "batches are not supported yet"),
+        ([[1, 2], 3], "is a list of 2 prompts, one is wanted here"),
         ([1, 10], "token id 10 at 1 is not in the vocabulary of 10"),
         ([-1], "token id -1 at 0 is not in the vocabulary"),
         ([1.5], "must be a text, token ids or messages, got 1.5 at 0"),

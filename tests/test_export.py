@@ -28,16 +28,19 @@ from exported import Exported, Pair, forward, pair_params, prompt_of, reference
 from numpy.typing import NDArray
 
 import specrun
-from specexport import cli, datafile, engines, exporter, folder, parity, streamed
+from specexport import cli, datafile, engines, exporter, folder, models, streamed
 from specexport import reference as references
 from specexport.datafile import DATA_FILE
-from specexport.errors import ExportError, SourceError
+from specexport.errors import ExportError, ParityError, SourceError
 from specexport.exporter import ExportOptions
+from specexport.parts import base as parts_base
+from specexport.parts.assistant import Assistant
 from specexport.sources import Source, resolve, resolve_pair
 from specgraphs import ops, patches
 from specgraphs import target as target_graph
 from specrun import manifest as manifests
-from specrun.contract import Role
+from specrun import ort
+from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE, Role
 from specrun.errors import EngineError, FolderError, UsageError
 from specrun.ort import open_session
 from specrun.target import Target
@@ -104,7 +107,8 @@ def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pair", pair_params(SHARING, CENTROID))
 def test_engines_share_the_embedding(exported_pair: ExportedPair, pair: Pair) -> None:
     made = exported_pair(pair)
-    target, drafter = (made.folder / made.manifest.engines[role].file for role in Role)
+    names = (TARGET_ENGINE, MTP_DRAFTER_ENGINE)
+    target, drafter = (made.folder / made.manifest.engines[name].file for name in names)
     embedding = external(drafter)["model.embed_tokens.weight"]
     assert embedding[1] == tiny_models.VOCAB * tiny_models.BASE["hidden_size"] * 4
     tied = [name for name, place in external(target).items() if place == embedding]
@@ -285,7 +289,7 @@ def test_a_corrupt_weight_is_found(
 
     monkeypatch.setattr(datafile.DataFile, "add", add)
     out = tmp_path / "engines"
-    with pytest.raises(parity.ParityError, match=r"target\.(logits|hidden) differs from trans"):
+    with pytest.raises(ParityError, match=r"target\.(logits|hidden) differs from trans"):
         exporter.export(llama, None, out)
     done = CliRunner().invoke(cli.main, [str(llama.path), "--out", str(out), "--quiet"])
     assert done.exit_code == 1
@@ -411,7 +415,7 @@ def test_versions_are_pinned(exported_pair: ExportedPair, pair: Pair) -> None:
         model = ir.load(made.folder / engine.file)
         assert (model.opset_imports[""], model.ir_version) == (ops.OPSET, ops.IR_VERSION)
         assert (engine.requires.opset, engine.requires.ir_version) == (23, 10)
-        assert engine.requires.onnxruntime == exporter.MIN_ONNXRUNTIME
+        assert engine.requires.onnxruntime == parts_base.MIN_ONNXRUNTIME
         assert set(model.opset_imports) <= {"", "com.microsoft"}
     assert {"torch", "transformers", "onnxruntime", "specrun"} <= set(made.manifest.versions)
 
@@ -425,7 +429,7 @@ def test_an_older_onnxruntime_is_refused(
     shutil.copytree(made.folder, place)
     requires = dataclasses.replace(made.spec.requires, onnxruntime="99.1")
     spec = dataclasses.replace(made.spec, requires=requires)
-    newer = dataclasses.replace(made.manifest, engines={Role.TARGET: spec})
+    newer = dataclasses.replace(made.manifest, engines={TARGET_ENGINE: spec})
     (place / manifests.MANIFEST).write_text(manifests.dumps(newer))
     with pytest.raises(EngineError, match=r"requires onnxruntime 99\.1 or newer") as caught:
         specrun.load(place)
@@ -467,7 +471,6 @@ def test_pairs_that_are_none(gemma: tuple[Source, Source], llama: Source, tmp_pa
     narrow = narrow_target(tmp_path / "narrow")
     refused = [
         (drafter, None, r"assistant-plain: is an assistant .* works only with its target"),
-        (target, llama, r"llama: a llama cannot draft on the target's KV"),
         (narrow, drafter, r"trained for a target of hidden size 64, this target has 32"),
         (target, words, r"has a vocabulary of 400, this target of 384"),
         (target, heads, r"assistant layer 0 reads 2 KV heads of 16; .* has 1 of 16"),
@@ -509,14 +512,17 @@ def test_streamed_reference_is_the_whole_one(pair: Pair, tmp_path: Path) -> None
     paths = [tiny_models.save(name, tmp_path) for name in pair if name]
     target, drafter = resolve_pair(*paths)
     options: dict[str, Any] = {"max_context": 128, "block": 9}
-    whole = references.compute(target, drafter, memory=1 << 40, **options)
-    parts = references.compute(target, drafter, memory=0, **options)
-    assert (whole.scope, "streamed" in parts.scope) == (references.WHOLE, True)
-    assert whole.cases == parts.cases and len(whole.drafts) == len(parts.drafts) > 2
+    assert drafter is not None
+    drafting = [Assistant(drafter, target)]
+    whole = references.compute(target, drafting, memory=1 << 40, **options)
+    parts = references.compute(target, drafting, memory=0, **options)
+    assert (whole.scope, "streamed" in parts.scope) == (models.WHOLE, True)
+    drafts = [seen.drafts["mtp-drafter"] for seen in (parts, whole)]
+    assert whole.cases == parts.cases and len(drafts[0]) == len(drafts[1]) > 2
     for position, logits in whole.logits.items():
         np.testing.assert_allclose(parts.logits[position], logits, atol=1e-6, rtol=1e-6)
     np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-6, rtol=1e-6)
-    for ours, theirs in zip(parts.drafts, whole.drafts, strict=True):
+    for ours, theirs in zip(*drafts, strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         np.testing.assert_allclose(ours.logits, theirs.logits, atol=1e-6, rtol=1e-6)
 
@@ -525,10 +531,10 @@ def test_streamed_linear_in_pieces(
     llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"max_context": 64, "block": 5, "memory": 0}
-    whole = references.compute(llama, None, **options)
+    whole = references.compute(llama, [], **options)
     monkeypatch.setattr(streamed, "MODULE_BYTES", 1 << 10)
     monkeypatch.setattr(streamed, "CHUNK_BYTES", 1 << 8)
-    parts = references.compute(llama, None, **options)
+    parts = references.compute(llama, [], **options)
     for position, logits in whole.logits.items():
         np.testing.assert_allclose(parts.logits[position], logits, atol=1e-6, rtol=1e-6)
 
@@ -579,6 +585,6 @@ def test_threads_are_those_we_may_use(
         seen.append(threads)
         return original(*arguments, threads=threads, **options)
 
-    monkeypatch.setattr(parity, "open_session", opens)
+    monkeypatch.setattr(ort, "open_session", opens)
     exporter.export(llama, None, tmp_path / "out")
     assert seen == [len(os.sched_getaffinity(0))]

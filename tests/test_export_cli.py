@@ -59,7 +59,7 @@ def test_export_as_json(llama: Path, tmp_path: Path) -> None:
     assert data == {
         "out": str(out),
         "target": "llama",
-        "drafter": None,
+        "drafters": {},
         "engines": {"target": "target.onnx"},
         "bytes": size,
     }
@@ -85,9 +85,9 @@ def test_export_errors(llama: Path, tmp_path: Path) -> None:
     failed(call("no-such-thing", "-o", out), "no-such-thing: no such folder", "presets: gemma4")
     failed(call(tmp_path, "-o", out), f"{tmp_path}: no config.json in it", "save_pretrained")
     failed(
-        call(llama, "--drafter", llama, "-o", out),
-        "llama: a llama cannot draft on the target's KV",
-        "give a Gemma 4 assistant, or --drafter none",
+        call(llama, "--drafter", llama, "--drafter", llama, "-o", out),
+        "two drafters are for the method draft",
+        "give one drafter per method",
     )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
@@ -194,8 +194,8 @@ def test_check_with_what_cannot_be_the_source(
     )
     failed(
         call("check", made.folder, made.target_path),
-        f"{made.folder}: has a drafter, and none is given",
-        "give the assistant with --drafter",
+        "the folder has a drafter (assistant-plain, for mtp-drafter), and none is given",
+        "give it with --drafter",
     )
 
 
@@ -239,8 +239,8 @@ def test_inspect(exported_pair: ExportedPair, pair: Pair) -> None:
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
     values = {name.strip(): value.strip() for name, value in lines.items()}
     assert values["target"] == "gemma4-e2b (Gemma4ForCausalLM)"
-    assert values["drafter"] == "assistant-plain"
-    assert "drafts up to 8 tokens" in values["engine mtp_drafter"]
+    assert values["method mtp-drafter"] == "assistant-plain, drafts up to 8 tokens"
+    assert values["engine mtp_drafter"].startswith("mtp_drafter.onnx, fp32")
     data: dict[str, Any] = json.loads(call("inspect", made.folder, "--json").stdout)
     assert manifests.loads(json.dumps(data)) == made.manifest
 

@@ -72,7 +72,8 @@ def test_exported_with_parity(folder: Path) -> None:
     assert made.parity.worst_error <= 1e-4
     assert made.parity.argmax_agreement == 1
     assert made.target.id == "gemma4-tiny/target"
-    assert made.drafter is not None and made.drafter.id == "gemma4-tiny/assistant"
+    source = made.drafters["mtp-drafter"].source
+    assert source is not None and source.id == "gemma4-tiny/assistant"
 
 
 def test_prompts_are_encoded_as_by_transformers(folder: Path) -> None:

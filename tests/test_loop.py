@@ -15,6 +15,7 @@ from toys import Toy, scripted
 
 from specrun import Engine, Result, Round
 from specrun.contract import Part, past
+from specrun.options import GenerateOptions
 
 OpenToy = Callable[..., Engine]
 
@@ -351,16 +352,34 @@ def test_schedules_in_the_loop(open_toy: OpenToy) -> None:
         return list(result.stats.num_draft_by_round)
 
     assert lengths(Oracle, "heuristic", 40)[:3] == [5, 7, 9]
-    assert lengths(Oracle, "heuristic", 40)[0] == 5  # a new call starts over
-    assert lengths(Wrong, "heuristic", 20)[:6] == [5, 4, 3, 2, 1, 1]
+    assert lengths(Oracle, "heuristic", 40)[0] == 5  # nothing of a drafter of one's own is kept
+    assert lengths(Oracle, "heuristic_transient", 40)[:3] == [5, 7, 9]
+    assert lengths(Oracle, "heuristic_transient", 40)[0] == 5  # a new call starts over
+    assert lengths(Wrong, "heuristic_transient", 20)[:6] == [5, 4, 3, 2, 1, 1]
     assert set(lengths(Oracle, "constant", 40)) == {5}
+
+
+def test_a_schedule_that_outlasts_a_generation(open_toy: OpenToy) -> None:
+    engine = open_toy(Toy(draft=Toy()))
+    options: dict[str, Any] = {"method": "draft", "num_assistant_tokens": 5, "max_new_tokens": 40}
+
+    def lengths(schedule: str) -> tuple[int, ...]:
+        result = engine.generate([1], num_assistant_tokens_schedule=schedule, **options)
+        counts: tuple[int, ...] = result.stats.num_draft_by_round
+        return counts
+
+    first = lengths("heuristic")
+    assert first[:3] == (5, 7, 9)
+    assert lengths("heuristic")[0] >= first[-1]  # goes on where the call before ended
+    assert lengths("heuristic_transient")[:3] == (5, 7, 9)
+    assert engine.resolve(GenerateOptions(method="draft")).num_assistant_tokens == 3
 
 
 def test_draft_length_stays_within_the_drafter(open_toy: OpenToy) -> None:
     toy = Toy(drafter=True, max_num_draft=6, num_assistant_tokens=4)
     engine = open_toy(toy)
     result, rounds = watched(
-        engine, [1], num_assistant_tokens_schedule="heuristic", max_new_tokens=60
+        engine, [1], num_assistant_tokens_schedule="heuristic_transient", max_new_tokens=60
     )
     assert list(result.stats.num_draft_by_round[:3]) == [4, 6, 6]
     assert max(len(round_.proposal) for round_ in rounds) == 6

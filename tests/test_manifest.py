@@ -37,6 +37,7 @@ def test_written_and_read_is_the_same(folder: Path) -> None:
 
 
 DRAFTER = ("engines", "mtp_drafter")
+METHOD = ("drafters", "mtp-drafter")
 
 
 @pytest.mark.parametrize(
@@ -44,23 +45,33 @@ DRAFTER = ("engines", "mtp_drafter")
     [
         (put("colour", value="red"), r"field must be one of \[.*\], got 'colour'"),
         (put("tokenizer", "kind", value="bpe"), "tokenizer: field must be one of .* got 'kind'"),
-        (put("format", value=2), "format: this specrun reads up to 1, got 2"),
-        (put("format", value="1"), "format: must be 1, got '1'"),
+        (put("format", value=3), "format: this specrun reads up to 2, got 3"),
+        (put("format", value="1"), "format: must be 2, got '1'"),
+        (put("format", value=1), "format: must be 2, got 1"),
         (lambda data: data.pop("generation"), "field 'generation' is missing"),
         (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
         (put("generation", "max_context", value=True), "generation.max_context: must be int"),
         (put("generation", "max_context", value=1), "max_context must be at least 2, got 1"),
         (put("engines", "target", "kv_dtype", value="bfloat16"), "kv_dtype: must be one of"),
-        (put("engines", "critic", value={}), "engines key: must be one of"),
+        (put("drafters", "critic", value={}), "drafters key: must be one of"),
+        (put("engines", "critic", value={}), "engines.critic: field 'role' is missing"),
+        (put("engines", "target", "role", value="critic"), "role: must be one of"),
         (lambda data: data["engines"].pop("target"), "engines: field 'target' is missing"),
         (lambda data: data["engines"]["target"]["inputs"].pop(0), "inputs: must hold .*tokens"),
         (put("engines", "target", "file", value="other.onnx"), "'other.onnx' is used and not"),
         (put("files", 0, "path", value="../target.onnx"), "path must stay inside the folder"),
         (put("files", 0, "path", value="/etc/passwd"), "path must stay inside the folder"),
-        (put(*DRAFTER, "mtp", "target_sha256", value="0" * 64), "exported for target 000000000000"),
+        (put(*METHOD, "target_sha256", value="0" * 64), "exported for target 000000000000"),
+        (
+            put(*METHOD, "tokenizer_sha256", value="1" * 64),
+            "exported for tokenizer 111111111111, the folder has [0-9a-f]{12}",
+        ),
+        (put(*DRAFTER, "mtp", "candidates", value=0), "candidates"),
+        (put(*METHOD, "engines", value=["other"]), "'other' is not among the engines"),
+        (put(*METHOD, "schedule", value="never"), "schedule: must be one of"),
         (put(*DRAFTER, "mtp", value=None), "field 'mtp' is missing"),
         (put(*DRAFTER, "mtp", "kv_map", value={"full_attention": 3}), "must name the layers in kv"),
-        (put(*DRAFTER, "mtp", "num_assistant_tokens", value=99), "must be in 1..16, got 99"),
+        (put(*METHOD, "num_assistant_tokens", value=99), "must be in 1..16, got 99"),
     ],
 )
 def test_a_manifest_that_is_not_right(folder: Path, edit: Change, says: str) -> None:
@@ -71,7 +82,7 @@ def test_a_manifest_that_is_not_right(folder: Path, edit: Change, says: str) -> 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_a_manifest_that_is_not_one(folder: Path, text: str) -> None:
     (folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
-    refused(folder, "manifest.json: (not JSON|format: must be 1, got None)")
+    refused(folder, "manifest.json: (not JSON|format: must be 2, got None)")
 
 
 def test_a_newer_format_says_what_to_upgrade(folder: Path) -> None:

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from specrun.drafters.ngram import NgramDrafter
+from specrun.sampling import Sampler
+
+GREEDY = Sampler()
 
 HIDDEN = np.zeros((1, 2))
 
@@ -33,7 +36,7 @@ def test_equals_the_search(size: int, first: bool) -> None:
         tokens = [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
         drafter.begin(tokens)
         for _ in range(10):
-            assert drafter.propose(5) == lookup(tokens, size, 5, first)
+            assert drafter.propose(5, GREEDY).tokens == lookup(tokens, size, 5, first)
             new = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
             tokens += new
             drafter.observe(new, HIDDEN)
@@ -51,7 +54,7 @@ def test_equals_transformers() -> None:
         ids, _ = theirs.get_candidates(torch.tensor([tokens]))
         drafter = NgramDrafter(2, first_match=True)
         drafter.begin(tokens)
-        assert drafter.propose(4) == ids[0, len(tokens) :].tolist()
+        assert drafter.propose(4, GREEDY).tokens == ids[0, len(tokens) :].tolist()
 
 
 def test_first_and_last_match() -> None:
@@ -59,28 +62,28 @@ def test_first_and_last_match() -> None:
     first, last = NgramDrafter(2, first_match=True), NgramDrafter(2)
     for drafter in (first, last):
         drafter.begin(tokens)
-    assert first.propose(2) == [3, 1]
-    assert last.propose(2) == [4, 1]
+    assert first.propose(2, GREEDY).tokens == [3, 1]
+    assert last.propose(2, GREEDY).tokens == [4, 1]
     last.begin([7, 8, 9, 9])
-    assert last.propose(4) == [9, 9, 9, 9]  # the text repeats itself, so does the proposal
+    assert last.propose(4, GREEDY).tokens == [9, 9, 9, 9]  # as the text does
     last.begin([5, 7, 8, 7, 8])
-    assert last.propose(5) == [7, 8, 7, 8, 7]
+    assert last.propose(5, GREEDY).tokens == [7, 8, 7, 8, 7]
 
 
 def test_truncate_forgets() -> None:
     drafter = NgramDrafter(2)
     drafter.begin([1, 2, 3, 1, 2])
     drafter.truncate(9)
-    assert drafter.propose(3) == [3, 1, 2]
+    assert drafter.propose(3, GREEDY).tokens == [3, 1, 2]
     drafter.truncate(2)
-    assert drafter.propose(3) == []
+    assert drafter.propose(3, GREEDY).tokens == []
 
 
 def test_nothing_to_find() -> None:
     drafter = NgramDrafter(2)
     for tokens in ([], [1], [1, 2]):
         drafter.begin(tokens)
-        assert drafter.propose(5) == []
+        assert drafter.propose(5, GREEDY).tokens == []
 
 
 def test_fast_at_4k_tokens() -> None:
@@ -90,7 +93,7 @@ def test_fast_at_4k_tokens() -> None:
     times = []
     for _ in range(100):
         start = time.perf_counter()
-        drafter.propose(10)
+        drafter.propose(10, GREEDY)
         drafter.observe([rng.randrange(500) for _ in range(3)], HIDDEN)
         times.append(time.perf_counter() - start)
     assert sorted(times)[50] < 1e-4

@@ -293,12 +293,15 @@ def test_wanted_rows() -> None:
 
 
 def step_model() -> ir.Model:
-    """token' = token + length, hidden' = 2 hidden + token + exp(length); logits = hidden'."""
+    """token' = token + length, hidden' = 2 hidden + token + exp(length) + noise; what is stacked:
+    the token, -hidden' and -noise."""
     token = value("token", [contract.BATCH, 1], INT64)
     hidden = value("hidden", [contract.BATCH, 1, 3])
     length = value("past_length", [contract.BATCH], INT64)
-    build = Builder(token, hidden, length)
-    column = build.op("Unsqueeze", [length, build.constant([1])], [contract.BATCH, 1], INT64)
+    noise = value("noise", [contract.BATCH, 3])
+    build = Builder(token, hidden, length, noise)
+    one = build.constant([1])
+    column = build.op("Unsqueeze", [length, one], [contract.BATCH, 1], INT64)
     real = build.op("Cast", [column], [contract.BATCH, 1], to=FLOAT)
     outside = build.op("Exp", [real], [contract.BATCH, 1])
     wide = build.op("Unsqueeze", [outside, build.constant([2])], [contract.BATCH, 1, 1])
@@ -306,53 +309,101 @@ def step_model() -> ir.Model:
     tall = build.op("Unsqueeze", [number, build.constant([2])], [contract.BATCH, 1, 1])
     double = build.op("Add", [hidden, hidden], [contract.BATCH, 1, 3])
     both = build.op("Add", [double, tall], [contract.BATCH, 1, 3])
-    next_hidden = build.op("Add", [both, wide], [contract.BATCH, 1, 3])
+    quiet = build.op("Add", [both, wide], [contract.BATCH, 1, 3])
+    row = build.op("Unsqueeze", [noise, one], [contract.BATCH, 1, 3])
+    next_hidden = build.op("Add", [quiet, row], [contract.BATCH, 1, 3])
     next_token = build.op("Add", [token, column], [contract.BATCH, 1], INT64)
-    logits = build.op("Neg", [next_hidden], [contract.BATCH, 1, 3])
-    for made, name in ((next_token, "next_token"), (logits, "logits"), (next_hidden, "next")):
+    tokens = build.op("Squeeze", [next_token, one], [contract.BATCH], INT64)
+    negative = build.op("Neg", [next_hidden], [contract.BATCH, 1, 3])
+    logits = build.op("Squeeze", [negative, one], [contract.BATCH, 3])
+    unheard = build.op("Neg", [noise], [contract.BATCH, 3])
+    outputs = {
+        "next_token": next_token, "next": next_hidden, "tokens": tokens, "logits": logits,
+        "unheard": unheard,
+    }  # fmt: skip
+    for name, made in outputs.items():
         made.name = name
-    return build.model(next_token, logits, next_hidden)
+    return build.model(*outputs.values())
 
 
 def repeated() -> ir.Model:
     model = step_model()
     RepeatStep(
         carried={"token": "next_token", "hidden": "next"},
+        sliced=["noise"],
         trip_count=contract.NUM_DRAFT,
-        stacked={"draft_tokens": "next_token", "draft_logits": "logits"},
+        stacked=["tokens", "logits", "unheard"],
     )(model)
     return model
 
 
+@pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_repeated_step(steps: int, batch: int) -> None:
-    """The loop equals the step called again and again."""
+def test_repeated_step(steps: int, batch: int, spare: int) -> None:
+    """The loop equals the step called again and again, each with its slice of the noise; slices
+    behind the last step are not read."""
     step = step_model()
     token = np.arange(batch).reshape(batch, 1)
     hidden = np.linspace(0, 1, 3 * batch, dtype=np.float32).reshape(batch, 1, 3)
     length = np.arange(1, batch + 1)
-    got = run(repeated(), token=token, hidden=hidden, past_length=length, num_draft=np.array(steps))
-    tokens, logits = [], []
-    for _ in range(steps):
-        token, scores, hidden = run(step, token=token, hidden=hidden, past_length=length)
-        tokens.append(token)
-        logits.append(scores)
-    np.testing.assert_array_equal(got[0], np.concatenate(tokens, axis=1))
-    np.testing.assert_array_equal(got[1], np.concatenate(logits, axis=1))
+    noise = np.arange(batch * (steps + spare) * 3, dtype=np.float32).reshape(batch, -1, 3)
+    noise[:, steps:] = np.nan
+    feeds = {"past_length": length, "num_draft": np.array(steps), "noise": noise}
+    got = run(repeated(), token=token, hidden=hidden, **feeds)
+    stacks: list[list[NDArray[Any]]] = [[], [], []]
+    for index in range(steps):
+        token, hidden, *found = run(
+            step, token=token, hidden=hidden, past_length=length, noise=noise[:, index]
+        )
+        for stack, array in zip(stacks, found, strict=True):
+            stack.append(array)
+    for array, stack in zip(got, stacks, strict=True):
+        np.testing.assert_array_equal(array, np.stack(stack, axis=1))
+
+
+def test_a_step_without_a_slice() -> None:
+    """Is an error, not the last slice again."""
+    feeds: dict[str, Any] = {
+        "token": np.zeros((1, 1), np.int64), "hidden": np.zeros((1, 1, 3), np.float32),
+        "past_length": np.array([1]), "noise": np.zeros((1, 2, 3), np.float32),
+    }  # fmt: skip
+    assert run(repeated(), **feeds, num_draft=np.array(2))[1].shape == (1, 2, 3)
+    with pytest.raises(Exception, match="out of data bounds"):
+        run(repeated(), **feeds, num_draft=np.array(3))
+
+
+def test_without_slices() -> None:
+    """Nothing but carried values and a length: the noise is the same in every step."""
+    model = step_model()
+    RepeatStep(
+        carried={"token": "next_token", "hidden": "next"},
+        trip_count=contract.NUM_DRAFT,
+        stacked=["logits"],
+    )(model)
+    feeds: dict[str, Any] = {
+        "token": np.zeros((1, 1), np.int64), "hidden": np.zeros((1, 1, 3), np.float32),
+        "past_length": np.array([0]), "noise": np.ones((1, 3), np.float32),
+    }  # fmt: skip
+    # hidden' = 2 hidden + exp(0) + 1
+    got = run(model, **feeds, num_draft=np.array(3))[0]
+    np.testing.assert_array_equal(got[0, :, 0], [-2, -6, -14])
 
 
 def test_what_the_loop_holds() -> None:
-    """Cases 1 and 2: in the body stands what depends on the carried values, and nothing else."""
+    """Cases 1 to 4: in the body stands what depends on the carried and sliced values, and nothing
+    else."""
     graph = repeated().graph
-    assert [v.name for v in graph.inputs] == ["token", "hidden", "past_length", "num_draft"]
-    assert [v.name for v in graph.outputs] == ["draft_tokens", "draft_logits"]
+    names = ["token", "hidden", "past_length", "num_draft", "noise"]
+    assert [v.name for v in graph.inputs] == names
+    assert [v.name for v in graph.outputs] == ["tokens", "logits", "unheard"]
     outside = [node.op_type for node in graph]
     assert outside[:4] == ["Unsqueeze", "Cast", "Exp", "Unsqueeze"]
     loop = next(node for node in graph if node.op_type == "Loop")
     inside = [node.op_type for node in loop.attributes["body"].as_graph()]
-    assert sorted(inside) == sorted(
-        ["Cast", "Unsqueeze", "Add", "Add", "Add", "Add", "Neg", "Identity", "Identity", "Identity"]
-    )
+    twice = ["Neg", "Squeeze", "Unsqueeze"] * 2
+    assert sorted(inside) == sorted(["Gather", "Cast", "Identity", *["Add"] * 5, *twice])
     shapes = [[d if isinstance(d, int) else d.value for d in v.shape or ()] for v in graph.outputs]
-    assert shapes == [[contract.BATCH, contract.DRAFTS], [contract.BATCH, contract.DRAFTS, 3]]
+    stacked = [contract.BATCH, contract.DRAFTS]
+    assert shapes == [stacked, [*stacked, 3], [*stacked, 3]]
+    assert graph.inputs[-1].shape == ir.Shape([*stacked, 3])

@@ -148,6 +148,73 @@ def _unified_assistant() -> Any:
     return transformers.Gemma4UnifiedAssistantForCausalLM(config)
 
 
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": CONTEXT // 4,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def _deepseek(mtp_layers: int, **changes: Any) -> Any:
+    """Latent attention with interleaved rotary pairs, expert groups, smaller value heads."""
+    fields = {k: v for k, v in BASE.items() if k not in ("head_dim", "num_key_value_heads")}
+    groups = {"n_group": 4, "topk_group": 2}
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "kv_lora_rank": 24}
+    config = transformers.DeepseekV3Config(
+        **{**fields, **EXPERTS, **groups, **heads, "q_lora_rank": 32, **changes},
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        num_mtp_layers=mtp_layers,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _glm4_moe(mtp_layers: int, **changes: Any) -> Any:
+    """As GLM-4.5: rotary on half of each head, norms on queries and keys."""
+    config = transformers.Glm4MoeConfig(
+        **BASE,
+        **EXPERTS,
+        num_hidden_layers=3,
+        n_group=1,
+        topk_group=1,
+        use_qk_norm=True,
+        attention_bias=True,
+        num_mtp_layers=mtp_layers,
+        **changes,
+    )
+    return transformers.Glm4MoeForCausalLM(config)
+
+
+def _mellum() -> Any:
+    """One MTP layer with a sliding window of its own; rotary frequencies per attention type."""
+    config = transformers.MellumConfig(
+        **BASE,
+        num_hidden_layers=3,
+        sliding_window=WINDOW,
+        layer_types=[SLIDING, SLIDING, FULL],
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_mtp_layers=1,
+    )
+    return transformers.MellumForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
@@ -165,7 +232,17 @@ MODELS: dict[str, Callable[[], Any]] = {
         num_global_key_value_heads=1,
     ),
     "assistant-unified": _unified_assistant,
+    "deepseek-mtp1": lambda: _deepseek(
+        1, q_lora_rank=None, rope_interleave=False, rope_parameters=YARN
+    ),
+    "deepseek-mtp3": lambda: _deepseek(3),
+    "glm4-moe-mtp1": lambda: _glm4_moe(1, tie_word_embeddings=True),
+    "glm4-moe-mtp2": lambda: _glm4_moe(2),
+    "mellum-mtp1": _mellum,
 }
+
+# Targets with MTP layers of their own in the checkpoint.
+MTP_LAYERS = ("deepseek-mtp1", "deepseek-mtp3", "glm4-moe-mtp1", "glm4-moe-mtp2", "mellum-mtp1")
 
 # Every target with the drafters that fit it; None is a target alone.
 PAIRS: tuple[tuple[str, str | None], ...] = (
@@ -199,14 +276,81 @@ def build(name: str) -> Any:
 def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write the checkpoint ``name`` with its tokenizer to ``folder / name``."""
     path = folder / name
-    build(name).to(dtype).save_pretrained(path)
+    model = build(name)
+    model.to(dtype).save_pretrained(path)
+    if name in MTP_LAYERS:
+        add_mtp_layers(path, mtp_tensors(model))
     tokenizer().save_pretrained(path)
     return path
 
 
-def tokenizer() -> Any:
+def mtp_tensors(model: Any, *, shared: bool = False) -> dict[str, torch.Tensor]:
+    """The seeded MTP layers of ``model`` as released checkpoints name them; norms far from 1.
+
+    ``shared``: with copies of the embedding and head, which some checkpoints repeat per layer.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    config = model.config
+    layers = MtpModel(model, config.num_mtp_layers).layers
+    tensors: dict[str, torch.Tensor] = {}
+    random = torch.Generator().manual_seed(config.num_mtp_layers)
+    for name, tensor in layers.state_dict().items():
+        layer, _, rest = name.partition(".")
+        if tensor.dim() > 1:
+            value = torch.randn(tensor.shape, generator=random) * 0.06
+        else:
+            value = 0.4 + 2 * torch.rand(tensor.shape, generator=random)
+        where = MELLUM if config.model_type == "mellum" else RELEASED
+        place = int(layer) + (0 if where is MELLUM else config.num_hidden_layers)
+        for part, piece in _experts(rest.removeprefix("mtp_block."), value):
+            tensors[where.get(part, where[""] + part).format(place)] = piece
+    if shared:
+        for layer in range(config.num_hidden_layers, config.num_hidden_layers + len(layers)):
+            prefix = f"model.layers.{layer}."
+            tensors[prefix + "embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
+            tensors[prefix + "shared_head.head.weight"] = model.lm_head.weight.clone()
+    return tensors
+
+
+# Name in MtpLayer -> name in a checkpoint; "" is what the others get in front.
+RELEASED = {"": "model.layers.{}.", "post_norm.weight": "model.layers.{}.shared_head.norm.weight"}
+MELLUM = {
+    "": "mtp.layers.{}.",
+    "eh_proj.weight": "mtp.fc.weight",
+    "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "post_norm.weight": "mtp.norm.weight",
+}
+
+
+def _experts(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Merged experts one by one, as checkpoints have them; anything else as it is."""
+    if name == "mlp.experts.gate_up_proj":
+        return [
+            (f"mlp.experts.{expert}.{half}_proj.weight", piece.contiguous())
+            for expert, both in enumerate(value)
+            for half, piece in zip(("gate", "up"), both.chunk(2), strict=True)
+        ]
+    if name == "mlp.experts.down_proj":
+        return [(f"mlp.experts.{i}.down_proj.weight", one.clone()) for i, one in enumerate(value)]
+    return [(name, value)]
+
+
+def add_mtp_layers(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add ``tensors`` to the one weight file of a saved checkpoint, in its dtype."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    dtype = stored["model.embed_tokens.weight"].dtype
+    stored |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+
+
+def tokenizer(size: int = VOCAB) -> Any:
     """Byte-level, no merges; ids 0 to 255 are bytes, then <pad>, <eos>, <bos>, then words that no
-    text holds, so that every id of the models is a token."""
+    text holds, up to ``size``: as it is, every id of the models is a token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -214,7 +358,7 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True) for t in ("<pad>", "<eos>", "<bos>")])
-    backend.add_tokens([AddedToken(f"<{i}>", normalized=False) for i in range(259, VOCAB)])
+    backend.add_tokens([AddedToken(f"<{i}>", normalized=False) for i in range(259, size)])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
     )

@@ -6,10 +6,15 @@ The target writes a real KV row per token (the token and its position) and says
     history = sum of the tokens in KV rows 0 .. position
 
 or, with a ``script``, ``next = script[position]``. So a KV that holds anything but the committed
-prefix shows up in the tokens. ``Toy.plain`` is the same in plain Python.
+prefix shows up in the tokens. ``Toy.plain`` is the same in plain Python. With a ``table`` the
+probabilities of the next token are ``table[token]``, so that exact laws are known in closed form.
 
 The MTP drafter drafts ``token + 1, token + 2, …`` (right for ``history_weight=0``), but only when
-token, hidden row, length and KV belong together; otherwise everything it drafts is wrong.
+token, hidden row, length and KV belong together; otherwise everything it drafts is wrong. That is
+its first candidate; the others are the tokens behind it, with logits ``drafter_logits`` that are
+given in descending order::
+
+    token[i] = token[i - 1] + 1 + argmax(drafter_logits + noise[i])  mod modulus
 """
 
 from __future__ import annotations
@@ -29,9 +34,19 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers
 
 from specrun import contract
-from specrun.contract import DType, KvLayer, Role, TensorSpec
+from specrun.contract import (
+    DRAFT_ENGINE,
+    MTP_DRAFTER_ENGINE,
+    TARGET_ENGINE,
+    DType,
+    KvLayer,
+    Role,
+    TensorSpec,
+)
 from specrun.manifest import (
     MANIFEST,
+    DrafterSpec,
+    DraftMethod,
     EngineSpec,
     FileEntry,
     Generation,
@@ -73,9 +88,13 @@ class Toy:
     add_bos: bool = False
     chat_template: str | None = None
     drafter: bool = False
+    drafter_logits: tuple[float, ...] = (10.0, 2.0, 1.0)
     max_num_draft: int = 16
     num_assistant_tokens: int = 3
     tokenizer: tokenizers.Tokenizer | None = None
+    table: tuple[tuple[float, ...], ...] | None = None
+    draft: Toy | None = None  # a second toy in the folder that drafts for this one
+    defaults: tuple[tuple[str, Any], ...] = ()  # generation defaults of the checkpoint
 
     @property
     def vocab_size(self) -> int:
@@ -86,6 +105,8 @@ class Toy:
     def next(self, tokens: Sequence[int]) -> int:
         """The token after ``tokens``."""
         position = len(tokens) - 1
+        if self.table is not None:
+            return int(np.argmax(self.table[tokens[-1]]))
         if self.script is not None:
             return self.script[min(position, len(self.script) - 1)]
         if position >= self.fixed_from:
@@ -181,7 +202,10 @@ def write_target(path: Path, toy: Toy) -> None:
     seen = g.op("Where", visible, stored, g.op("Cast", zero, to=kv))
     history = g.op("ReduceSum", g.int64(seen), g.const([2]), keepdims=0)  # [batch, rows]
 
-    if toy.script is None:
+    if toy.table is not None:
+        best = g.op("Gather", g.const(np.argmax(toy.table, axis=1)), contract.TOKENS, axis=0)
+        answer = g.op("Add", best, g.op("Mul", history, zero))
+    elif toy.script is None:
         weighted = g.op("Mul", history, g.const(toy.history_weight))
         total = g.op("Add", g.op("Add", contract.TOKENS, weighted), one)
         formula = g.op("Mod", total, g.const(toy.modulus))
@@ -194,8 +218,14 @@ def write_target(path: Path, toy: Toy) -> None:
 
     end, axis = g.const([1 << 40]), g.const([1])
     g.op("Slice", answer, contract.FIRST_ROW, end, axis, out=contract.ARGMAX)
-    values = g.const([0.0, 10.0], np.float32)
-    g.op("OneHot", contract.ARGMAX, g.const(toy.vocab_size), values, out=contract.LOGITS)
+    if toy.table is None:
+        values = g.const([0.0, 10.0], np.float32)
+        g.op("OneHot", contract.ARGMAX, g.const(toy.vocab_size), values, out=contract.LOGITS)
+    else:
+        wanted = g.op("Slice", contract.TOKENS, contract.FIRST_ROW, end, axis)
+        with np.errstate(divide="ignore"):
+            table = g.const(np.log(np.array(toy.table)), np.float32)
+        g.op("Gather", table, wanted, out=contract.LOGITS, axis=0)
     swapped = g.op("Concat", column(position), column(contract.TOKENS), axis=2)
     hidden = g.op("Cast", swapped, to=kv)
     g.op("Slice", hidden, contract.FIRST_ROW, end, axis, out=contract.HIDDEN)
@@ -225,12 +255,25 @@ def write_drafter(path: Path, toy: Toy) -> None:
     right = g.op("And", g.op("And", same_position, same_row), g.op("And", same_token, follows))
     off = g.op("Where", right, one, g.const(3))
 
+    # The first num_draft slices of the noise; more of them than there are is an error.
     steps = g.op("Range", zero, contract.NUM_DRAFT, one)
-    drafts = g.op("Add", g.op("Add", contract.TOKEN, off), steps)
-    g.op("Mod", drafts, g.const(toy.modulus), out=contract.DRAFT_TOKENS)
-    values = g.const([0.0, 10.0], np.float32)
-    depth = g.const(toy.vocab_size)
-    g.op("OneHot", contract.DRAFT_TOKENS, depth, values, out=contract.DRAFT_LOGITS)
+    noise = g.op("Gather", contract.NOISE, steps, axis=1)
+    with np.errstate(invalid="ignore"):  # -inf alone: no candidate exists
+        below = np.array(toy.drafter_logits) - toy.drafter_logits[0]
+    scores = g.op("Add", noise, g.const(below, np.float32))
+    choice = g.op("ArgMax", scores, axis=2, keepdims=0)  # [batch, drafts]
+    # Counted from the token: what the first step is off by, 1 more per step, and the choices.
+    chosen = g.op("CumSum", choice, one)
+    first = g.op("Add", g.op("Add", contract.TOKEN, off), steps)
+    modulus = g.const(toy.modulus)
+    g.op("Mod", g.op("Add", first, chosen), modulus, out=contract.DRAFT_TOKENS)
+    before = g.op("Add", first, g.op("Sub", chosen, choice))
+    places = g.const(np.arange(len(toy.drafter_logits)))
+    candidates = g.op("Add", g.op("Unsqueeze", before, g.const([2])), places)
+    g.op("Mod", candidates, modulus, out=contract.DRAFT_CANDIDATES)
+    shape = g.op("Shape", candidates)
+    logits = g.const(toy.drafter_logits, np.float32)
+    g.op("Expand", logits, shape, out=contract.DRAFT_LOGITS)
     g.save(path, *_io(Role.MTP_DRAFTER, toy))
 
 
@@ -239,11 +282,13 @@ def _io(role: Role, toy: Toy) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec,
     if role is Role.TARGET:
         return (
             contract.target_inputs(layers, toy.kv_dtype),
-            contract.target_outputs(layers, toy.kv_dtype, toy.vocab_size, HIDDEN_SIZE),
+            contract.target_outputs(
+                layers, toy.kv_dtype, toy.vocab_size, HIDDEN_SIZE, all_hidden=False
+            ),
         )
     return (
-        contract.mtp_drafter_inputs(layers, toy.kv_dtype, HIDDEN_SIZE),
-        contract.mtp_drafter_outputs(toy.vocab_size, sparse=False),
+        contract.mtp_drafter_inputs(layers, toy.kv_dtype, HIDDEN_SIZE, len(toy.drafter_logits)),
+        contract.mtp_drafter_outputs(len(toy.drafter_logits)),
     )
 
 
@@ -257,16 +302,18 @@ def toy_tokenizer(toy: Toy) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _engine(role: Role, toy: Toy, mtp: MtpContract | None) -> EngineSpec:
+def _engine(role: Role, toy: Toy, mtp: MtpContract | None, name: str) -> EngineSpec:
     inputs, outputs = _io(role, toy)
     return EngineSpec(
-        file=f"{role.value}.onnx",
+        role=role,
+        file=f"{name}.onnx",
         backend="onnxruntime",
         precision="fp32",
         hidden_size=HIDDEN_SIZE,
         vocab_size=toy.vocab_size,
         kv_dtype=toy.kv_dtype,
         kv=(LAYER,),
+        all_hidden=False,
         inputs=inputs,
         outputs=outputs,
         requires=Requires(onnxruntime="1.20.0", opset=20, ir_version=10),
@@ -287,7 +334,11 @@ def write_folder(folder: Path, toy: Toy) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = ["target.onnx", "tokenizer.json"]
     write_target(folder / "target.onnx", toy)
-    engines = {Role.TARGET: _engine(Role.TARGET, toy, None)}
+    engines = {TARGET_ENGINE: _engine(Role.TARGET, toy, None, TARGET_ENGINE)}
+    source = Source(id="toy", revision=None, model_type="toy", architecture="Toy")
+    drafters: dict[DraftMethod, DrafterSpec] = {}
+    target_sha256 = sha256_of(folder / "target.onnx")
+    tokenizer_sha = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     if toy.chat_template is not None:
         (folder / "chat_template.jinja").write_text(toy.chat_template, encoding="utf-8")
         names.append("chat_template.jinja")
@@ -301,20 +352,37 @@ def write_folder(folder: Path, toy: Toy) -> Path:
             kv_map={"full_attention": 0},
             windows={"full_attention": None},
             head="plain",
-            candidates=toy.vocab_size,
+            candidates=len(toy.drafter_logits),
+        )
+        engines[MTP_DRAFTER_ENGINE] = _engine(Role.MTP_DRAFTER, toy, mtp, MTP_DRAFTER_ENGINE)
+        drafters["mtp-drafter"] = DrafterSpec(
+            source=dataclasses.replace(source, id="toy-drafter"),
+            engines=(MTP_DRAFTER_ENGINE,),
             max_num_draft=toy.max_num_draft,
             num_assistant_tokens=toy.num_assistant_tokens,
             schedule="constant",
-            target_sha256=sha256_of(folder / "target.onnx"),
+            target_sha256=target_sha256,
+            tokenizer_sha256=tokenizer_sha,
         )
-        engines[Role.MTP_DRAFTER] = _engine(Role.MTP_DRAFTER, toy, mtp)
-    source = Source(id="toy", revision=None, model_type="toy", architecture="Toy")
-    tokenizer_sha = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    if toy.draft is not None:
+        write_target(folder / "draft.onnx", toy.draft)
+        names.append("draft.onnx")
+        engines[DRAFT_ENGINE] = _engine(Role.TARGET, toy.draft, None, DRAFT_ENGINE)
+        drafters["draft"] = DrafterSpec(
+            source=dataclasses.replace(source, id="toy-draft"),
+            engines=(DRAFT_ENGINE,),
+            max_num_draft=None,
+            num_assistant_tokens=toy.num_assistant_tokens,
+            schedule="constant",
+            target_sha256=target_sha256,
+            tokenizer_sha256=tokenizer_sha,
+            max_context=toy.draft.max_context,
+        )
     bos = {"bos_token": tokenizer.id_to_token(toy.bos) or ""} if toy.bos is not None else {}
     manifest = Manifest(
-        format=1,
+        format=2,
         target=source,
-        drafter=dataclasses.replace(source, id="toy-drafter") if toy.drafter else None,
+        drafters=drafters,
         tokenizer=TokenizerSpec(
             file="tokenizer.json",
             sha256=tokenizer_sha,
@@ -328,7 +396,7 @@ def write_folder(folder: Path, toy: Toy) -> Path:
             bos_token_id=toy.bos,
             pad_token_id=None,
             max_context=toy.max_context,
-            defaults={},
+            defaults=dict(toy.defaults),
         ),
         engines=engines,
         files=tuple(entry(folder, name) for name in names),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from specrun import __version__
-from specrun.cli import DefaultGroup, inspect, reports_errors
+from specrun.cli import DefaultGroup, inspect
+from specrun.cli_errors import reports_errors
 
 if TYPE_CHECKING:
     from specexport.sources import Source
@@ -72,8 +73,22 @@ def _terminate(number: int, _: object) -> None:
 )
 @click.option(
     "--drafter",
-    help="Assistant to draft with: hub id or folder; none: a target alone."
-    "  [default: the preset's]",
+    "drafters",
+    multiple=True,
+    help="Model to draft with: hub id, folder or .gguf file; repeatable, one per method; none: a"
+    " target alone.  [default: the preset's]",
+)
+@click.option(
+    "--early-exit",
+    type=int,
+    metavar="LAYERS",
+    help="Export the target in parts, so that its first so many layers can draft.",
+)
+@click.option(
+    "--mtp/--no-mtp",
+    "mtp_layers",
+    default=None,
+    help="Export the MTP layers of the checkpoint.  [default: where it has any]",
 )
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True,
@@ -95,7 +110,9 @@ def _terminate(number: int, _: object) -> None:
 def export(
     source: str,
     out: Path,
-    drafter: str | None,
+    drafters: tuple[str, ...],
+    early_exit: int | None,
+    mtp_layers: bool | None,
     precision: str,
     max_context: int | None,
     num_draft: int,
@@ -124,11 +141,13 @@ def export(
         precision="fp16" if precision == "fp16" else "fp32",
         max_context=max_context,
         num_draft=num_draft,
+        early_exit=early_exit,
+        mtp_layers=mtp_layers,
         check=not no_check,
     )
-    target, assistant = _pair(source, drafter, revision)
+    target, drafting = _sources(source, drafters, revision)
     with bars(quiet=quiet or as_json) as progress:
-        made = run_export(target, assistant, out, options, progress=progress)
+        made = run_export(target, drafting, out, options, progress=progress)
     if as_json:
         click.echo(json.dumps(_summary(out, made), indent=2))
         return
@@ -139,14 +158,17 @@ def export(
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("source", required=False)
-@click.option("--drafter", help="The assistant that the folder was exported with.")
+@click.option(
+    "--drafter", "drafters", multiple=True, help="As the folder was exported with; repeatable."
+)
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
 @reports_errors
-def check(folder: Path, source: str | None, drafter: str | None, as_json: bool) -> None:
+def check(folder: Path, source: str | None, drafters: tuple[str, ...], as_json: bool) -> None:
     """Check the engine FOLDER: every byte, every engine's inputs and outputs, and its results.
 
-    Without SOURCE the target is compared with itself, a block of rows with single rows. With the
-    checkpoint it came from, every engine is compared with transformers again.
+    Without SOURCE the target is compared with itself, a block of rows with single rows, and every
+    drafter is run. With the checkpoint it came from, every engine is compared with transformers
+    again.
 
     \b
     Examples:
@@ -155,17 +177,14 @@ def check(folder: Path, source: str | None, drafter: str | None, as_json: bool) 
       specexport check engines/ path/to/target --drafter path/to/assistant
     """
     _check_installed()
-    from specexport import exporter, parity
-    from specrun import manifest as manifests
+    from specexport import exporter
 
-    made = manifests.read(folder, verify="full")
     if source is None:
-        threads = len(os.sched_getaffinity(0))
-        worst = parity.check_itself(folder, made, threads=threads)
+        worst = exporter.check_itself(folder)
         outcome = f"sound: blocks and single rows differ by {worst:.1e} at most"
         data: dict[str, object] = {"folder": str(folder), "ok": True, "self_error": worst}
     else:
-        report = exporter.recheck(folder, *_pair(source, drafter, None))
+        report = exporter.recheck(folder, *_sources(source, drafters, None))
         outcome = _outcome(report)
         data = {"folder": str(folder), "ok": True, "parity": _parity(report)}
     click.echo(json.dumps(data, indent=2) if as_json else f"{folder}: {outcome}")
@@ -200,20 +219,29 @@ def _check_installed() -> None:
         )
 
 
-def _pair(source: str, drafter: str | None, revision: str | None) -> tuple[Source, Source | None]:
-    from specexport.sources import resolve_pair
+def _sources(
+    source: str, drafters: tuple[str, ...], revision: str | None
+) -> tuple[Source, list[Source]]:
+    from specexport.sources import resolve, resolve_pair
 
-    if drafter == NO_DRAFTER:
-        return resolve_pair(source, revision=revision, pair=False)
-    return resolve_pair(source, drafter, revision=revision)
+    if not drafters:
+        target, own = resolve_pair(source, revision=revision)
+        return target, [] if own is None else [own]
+    target = resolve(source, revision=revision)
+    if drafters == (NO_DRAFTER,):
+        return target, []
+    return target, [resolve(drafter) for drafter in drafters]
 
 
 def _summary(out: Path, made: Manifest) -> dict[str, object]:
     return {
         "out": str(out),
         "target": made.target.id,
-        "drafter": None if made.drafter is None else made.drafter.id,
-        "engines": {role.value: engine.file for role, engine in made.engines.items()},
+        "drafters": {
+            method: None if drafter.source is None else drafter.source.id
+            for method, drafter in made.drafters.items()
+        },
+        "engines": {name: engine.file for name, engine in made.engines.items()},
         "bytes": sum(entry.size for entry in made.files),
         "parity": None if made.parity is None else _parity(made.parity),
     }

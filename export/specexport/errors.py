@@ -2,6 +2,7 @@
 
     SpecrunError
     └── ExportError           the export cannot be done
+        ├── ParityError       an engine computes something else than transformers
         ├── SourceError       the checkpoint: not found, not reachable, or of an unsupported kind
         └── WeightsError      its weights: missing, of another shape, damaged, or not readable
 
@@ -15,6 +16,10 @@ from specrun.errors import SpecrunError
 
 class ExportError(SpecrunError):
     """The export cannot be done."""
+
+
+class ParityError(ExportError):
+    """An engine computes something else than transformers."""
 
 
 class SourceError(ExportError):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from specexport.errors import ExportError
 from specrun.manifest import MANIFEST, FileEntry, sha256_of
+from specrun.tuning import TUNING
 
 HEADROOM = 64 << 20  # bytes left free beside what is written
 PARTIAL, OLD = ".partial", ".old"  # ends of the names of what stands beside the folder meanwhile
@@ -60,11 +61,14 @@ def check_target(out: Path) -> None:
 
 
 def _written_by_an_export(out: Path) -> set[str] | None:
-    """Paths that the manifest in ``out`` accounts for, of any format; None without a manifest."""
+    """Paths that the manifest in ``out`` accounts for, of any format, and the tuning file; None
+    without a manifest."""
     try:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         return (
-            {MANIFEST, *(str(entry["path"]) for entry in data["files"])} if data["format"] else None
+            {MANIFEST, TUNING, *(str(entry["path"]) for entry in data["files"])}
+            if data["format"]
+            else None
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

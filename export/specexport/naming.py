@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,10 +65,20 @@ def map_weights(stored: Mapping[str, StoredTensor], model: PreTrainedModel) -> W
     share another layer's) are left out, as transformers leaves them out. Raises WeightsError for a
     conversion that is more than a rename or a merge of experts.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     expected = expected_shapes(model)
+    rules = get_model_conversion_mapping(model)
+    tensors = collect(stored, expected, renamer(model, expected, rules))
+    return Weights(tensors, tied_aliases(model, tensors))
+
+
+def collect(
+    stored: Mapping[str, StoredTensor], expected: Container[str], rename: Any
+) -> dict[str, StoredTensor]:
+    """``stored`` tensors whose new name is ``expected``, experts merged. Raises WeightsError."""
     tensors: dict[str, StoredTensor] = {}
     merges: dict[str, _Merge] = defaultdict(_Merge)
-    rename = _renamer(model, expected)
     for name, tensor in stored.items():
         target, converter, pattern = rename(text_name(name))
         if target not in expected:
@@ -79,7 +89,7 @@ def map_weights(stored: Mapping[str, StoredTensor], model: PreTrainedModel) -> W
             merges[target].add(converter, pattern, name, tensor)
     for target, merge in merges.items():
         tensors[target] = merge.result(target)
-    return Weights(tensors, tied_aliases(model, tensors))
+    return tensors
 
 
 class _Merge:
@@ -123,16 +133,18 @@ def _natural(name: str) -> tuple[Any, ...]:
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
 
 
-def _renamer(model: PreTrainedModel, expected: Mapping[str, Shape]) -> Any:
-    """name -> (name in the state dict, converter or None, the converter's pattern)."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
+def renamer(model: PreTrainedModel, expected: Iterable[str], rules: Iterable[Any]) -> Any:
+    """name -> (name in the state dict, converter or None, the converter's pattern).
+
+    ``rules``: transformers' own for ``model``, in their order.
+    """
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
         rename_source_key,
     )
 
-    rules = get_model_conversion_mapping(model)
+    rules = list(rules)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}

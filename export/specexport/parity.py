@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+import specrun
 from specexport.engines import declared_io
-from specexport.errors import ExportError
-from specexport.reference import DRAFT_STEPS, SEED, DraftCase, Reference, relative_error
-from specrun import contract
-from specrun.contract import Role
-from specrun.manifest import EngineSpec, Manifest, ParityCase, ParityReport, expected_io
-from specrun.ort import PreparedRun, open_session, zeros
-from specrun.target import Target
+from specexport.errors import ParityError
+from specexport.numbers import agreement, relative_error
+from specexport.parts.base import DrafterPart, Opened
+from specexport.reference import SEED, Reference
+from specrun.manifest import DraftMethod, Manifest, ParityCase, ParityReport, expected_io
+from specrun.opening import open_target
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3}  # largest difference over largest reference value
 NOISE_FACTOR = 4.0  # of transformers' own loss in the export's precision, where it was measured
-COMMON_CANDIDATES = 0.75  # least share of a centroid head's candidates that must be the same
 SELF_CHECK_TOKENS = 24
+CHAIN = "_chain"  # ends the names of tensors computed from the engine's own results
 CHAIN_FACTOR = 100.0  # of the tolerance, for draft steps that feed themselves
-TIE = 1e-4  # a differing argmax is a tie if the two reference logits are this close (relative)
-
-
-class ParityError(ExportError):
-    """An engine computes something else than transformers."""
 
 
 def check_declared_io(folder: Path, manifest: Manifest) -> None:
     """Every written engine has exactly the inputs and outputs of the contract."""
-    for role, engine in manifest.engines.items():
-        wanted = expected_io(role, engine)
+    for engine in manifest.engines.values():
+        wanted = expected_io(engine)
         for what, want, got in zip(
             ("input", "output"), wanted, declared_io(folder / engine.file), strict=True
         ):
@@ -42,38 +36,38 @@ def check_declared_io(folder: Path, manifest: Manifest) -> None:
                 raise ParityError(f"{engine.file}: {what} must be {wrong[0]}, is {wrong[1]}")
 
 
+def open_written(folder: Path, manifest: Manifest, *, threads: int, mapped: bool = False) -> Opened:
+    """Open the target of a folder for comparing.
+
+    ``mapped``: open engines on mapped weights, for those that do not fit into memory.
+    """
+    opened = Opened(folder, manifest, None, threads, mapped)
+    target = open_target(manifest, opened.session, max_context=manifest.generation.max_context)
+    return Opened(folder, manifest, target, threads, mapped)
+
+
 def check(
     folder: Path,
     manifest: Manifest,
+    parts: Sequence[DrafterPart],
     reference: Reference,
     *,
     threads: int,
     mapped: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ParityReport:
-    """Run every engine against ``reference``. Raises ParityError naming the worst tensor.
-
-    ``mapped``: open the engines on mapped weights, for those that do not fit into memory.
-    """
+    """Run every engine against ``reference``. Raises ParityError naming the worst tensor."""
     check_declared_io(folder, manifest)
+    opened = open_written(folder, manifest, threads=threads, mapped=mapped)
     cases: list[ParityCase] = []
-    done, total = 0, len(reference.cases) + len(reference.drafts)
-    spec = manifest.engines[Role.TARGET]
-    target = Target(
-        open_session(folder / spec.file, spec, threads=threads, mapped=mapped),
-        spec,
-        max_context=manifest.generation.max_context,
-    )
+    done, total = 0, len(reference.cases) + len(parts)
     for case in reference.cases:
-        cases += _check_target(target, reference, case.past_length, case.rows)
+        cases += _check_target(opened.target, reference, case.past_length, case.rows)
         done = _tick(progress, done, total)
-    drafter = manifest.engines.get(Role.MTP_DRAFTER)
-    if drafter is not None:
-        session = open_session(folder / drafter.file, drafter, threads=threads, mapped=mapped)
-        for draft in reference.drafts:
-            cases += _check_draft(session, drafter, target, draft, reference.tokens)
-            done = _tick(progress, done, total)
-    return _report(cases, reference, spec.precision)
+    for part in parts:
+        cases += part.compare(opened, reference.tokens, reference.drafts[part.method])
+        done = _tick(progress, done, total)
+    return _report(cases, reference, manifest.target_engine.precision)
 
 
 def _tick(progress: Callable[[int, int], None] | None, done: int, total: int) -> int:
@@ -83,18 +77,16 @@ def _tick(progress: Callable[[int, int], None] | None, done: int, total: int) ->
 
 
 def check_itself(folder: Path, manifest: Manifest, *, threads: int) -> float:
-    """Without a reference: the target says the same in one block as token by token.
+    """Without a reference: the target says the same in one block as token by token, and with
+    every drafter of the folder what it says without.
 
     Returns the largest relative difference of the logits. Raises ParityError above the tolerance,
-    and where a value is not finite.
+    and EngineError where a drafter fails or draws from what is not finite.
     """
     check_declared_io(folder, manifest)
-    spec = manifest.engines[Role.TARGET]
-    context = manifest.generation.max_context
-    target = Target(
-        open_session(folder / spec.file, spec, threads=threads), spec, max_context=context
-    )
-    count = min(SELF_CHECK_TOKENS, context)
+    opened = open_written(folder, manifest, threads=threads)
+    spec, target = manifest.target_engine, opened.target
+    count = min(SELF_CHECK_TOKENS, manifest.generation.max_context)
     tokens = np.random.default_rng(SEED).integers(0, spec.vocab_size, (1, count), dtype=np.int64)
     block = target.verify(tokens, want_logits=True).logits
     assert block is not None
@@ -110,22 +102,29 @@ def check_itself(folder: Path, manifest: Manifest, *, threads: int) -> float:
             f"{spec.file}: one block of {count} rows and single rows differ by {worst:.2e},"
             f" allowed is {TOLERANCE[spec.precision]:.0e}"
         )
-    drafter = manifest.engines.get(Role.MTP_DRAFTER)
-    if drafter is not None:
-        session = open_session(folder / drafter.file, drafter, threads=threads)
-        run = _draft_run(session, drafter, target, 1)
-        run.inputs[contract.PAST_LENGTH][:] = count
-        run.run()
-        if not np.isfinite(run.outputs[contract.DRAFT_LOGITS]).all():
-            raise ParityError(f"{drafter.file}: logits are not finite")
+    for method in manifest.drafters:
+        _draft_once(folder, tokens[0, :count].tolist(), method, threads)
     return worst
+
+
+def _draft_once(folder: Path, prompt: list[int], method: DraftMethod, threads: int) -> None:
+    """Greedy drafting changes nothing; sampled drafting draws from every drafter's logits."""
+    with specrun.load(folder, threads=threads) as engine:
+        prompt = prompt[: max(1, engine.max_context - SELF_CHECK_TOKENS)]
+        room = engine.max_context - len(prompt)
+        common: dict[str, Any] = {"max_new_tokens": min(SELF_CHECK_TOKENS, room), "strict": True}
+        greedy = {"do_sample": False, "eos_token_ids": (), **common}
+        plain = engine.generate(prompt, method="plain", **greedy)
+        drafted = engine.generate(prompt, method=method, **greedy)
+        if plain.tokens != drafted.tokens:
+            raise ParityError(f"{method}: greedy tokens differ from those of plain decoding")
+        engine.generate(prompt, method=method, temperature=1.0, seed=SEED, **common)
 
 
 def _report(cases: list[ParityCase], reference: Reference, precision: str) -> ParityReport:
     def allowed(case: ParityCase) -> float:
-        tensor = "draft_logits" if case.tensor == "draft_chain" else case.tensor
-        limit = max(TOLERANCE[precision], NOISE_FACTOR * reference.noise.get(tensor, 0.0))
-        return limit * (CHAIN_FACTOR if case.tensor == "draft_chain" else 1.0)
+        limit = max(TOLERANCE[precision], NOISE_FACTOR * _noise(reference, case.tensor))
+        return limit * (CHAIN_FACTOR if case.tensor.endswith(CHAIN) else 1.0)
 
     worst = max(cases, key=lambda case: case.error / allowed(case))
     report = ParityReport(
@@ -151,8 +150,14 @@ def _report(cases: list[ParityCase], reference: Reference, precision: str) -> Pa
     return report
 
 
+def _noise(reference: Reference, tensor: str) -> float:
+    """What transformers itself loses; a chain of steps is measured by its first one."""
+    single = tensor.removesuffix(CHAIN) + "_logits" if tensor.endswith(CHAIN) else tensor
+    return reference.noise.get(single, 0.0)
+
+
 def _check_target(
-    target: Target, reference: Reference, past_length: int, rows: int
+    target: Any, reference: Reference, past_length: int, rows: int
 ) -> list[ParityCase]:
     tokens = reference.tokens[None, : past_length + rows]
     target.truncate(0)
@@ -165,101 +170,13 @@ def _check_target(
         positions = list(range(past_length, past_length + rows))
     assert out.logits is not None
     logits = np.stack([reference.logits[p] for p in positions])
-    agreement = _agreement(out.argmax[0], logits)
+    hidden = reference.hidden[positions]
+    agreed = agreement(out.argmax[0], logits)
     return [
         ParityCase(
-            "target", "logits", past_length, rows, relative_error(out.logits[0], logits), agreement
+            "target", "logits", past_length, rows, relative_error(out.logits[0], logits), agreed
         ),
         ParityCase(
-            "target",
-            "hidden",
-            past_length,
-            rows,
-            relative_error(out.hidden[0], reference.hidden[positions]),
-            1.0,
+            "target", "hidden", past_length, rows, relative_error(out.hidden[0], hidden), 1.0
         ),
     ]
-
-
-def _check_draft(
-    session: Any, spec: EngineSpec, target: Target, draft: DraftCase, tokens: NDArray[np.int64]
-) -> list[ParityCase]:
-    """Each step fed what the reference fed it, then all steps feeding themselves.
-
-    A rounding difference grows from step to step, so the second comparison allows more
-    (CHAIN_FACTOR); it is there for the feedback, the first one for the arithmetic.
-    """
-    assert spec.mtp is not None
-    target.truncate(0)
-    target.prefill(tokens[None, : draft.past_length])
-    steps = min(DRAFT_STEPS, spec.mtp.max_num_draft)
-    cases = []
-    for name, count in (("draft_logits", 1), ("draft_chain", steps)):
-        run = _draft_run(session, spec, target, count)
-        for first in range(steps if count == 1 else 1):
-            run.inputs[contract.TOKEN][:] = draft.fed[first]
-            run.inputs[contract.HIDDEN][:] = draft.hidden[first]
-            run.inputs[contract.PAST_LENGTH][:] = draft.past_length
-            run.run()
-            error, agreement = _compare_draft(run, draft, first, count)
-            cases.append(
-                ParityCase("mtp_drafter", name, draft.past_length, count, error, agreement)
-            )
-    return cases
-
-
-def _compare_draft(
-    run: PreparedRun, draft: DraftCase, first: int, count: int
-) -> tuple[float, float]:
-    tokens = run.outputs[contract.DRAFT_TOKENS][0]
-    logits = run.outputs[contract.DRAFT_LOGITS][0]
-    ids = run.outputs.get(contract.DRAFT_CANDIDATES)
-    full = draft.logits[first : first + count]
-    # After a tie that falls differently the two loops draft from other tokens: compare up to it.
-    same = int((tokens == draft.tokens[first : first + count]).cumprod().sum())
-    compared = min(count, same + 1)
-    if ids is None:
-        errors = [relative_error(logits[i], full[i]) for i in range(compared)]
-    else:
-        # Steps that feed themselves drift apart, and with them which clusters are the last ones.
-        least = COMMON_CANDIDATES if count == 1 else 0.0
-        errors = [_sparse_error(logits[i], ids[0, i], full[i], least) for i in range(compared)]
-    return max(errors), _agreement(tokens[:compared], full[:compared])
-
-
-def _sparse_error(
-    logits: NDArray[np.float32], ids: NDArray[np.int64], full: NDArray[np.float32], least: float
-) -> float:
-    """Error over the candidates that both selected.
-
-    The reference fills what it did not select with one value below all others. Which cluster is
-    the last to be selected may be a tie, so a few candidates may differ; fewer than the share
-    ``least`` in common, or none, is an error.
-    """
-    wanted = full[ids]
-    both = wanted > full.min()
-    if both.mean() < least or not both.any():
-        return float("inf")
-    return relative_error(logits[both], wanted[both])
-
-
-def _draft_run(session: Any, spec: EngineSpec, target: Target, steps: int) -> PreparedRun:
-    sizes = {contract.BATCH: 1, contract.DRAFTS: steps}
-    kv = {contract.past(kv.layer, part) for kv in spec.kv for part in contract.Part}
-    inputs = {i.name: zeros(i, **sizes) for i in spec.inputs if i.name not in kv}
-    inputs[contract.NUM_DRAFT][...] = steps
-    return PreparedRun(
-        session,
-        inputs,
-        {o.name: zeros(o, **sizes) for o in spec.outputs},
-        {name: target.kv.values[name] for name in kv},
-        {},
-        spec.file,
-    )
-
-
-def _agreement(tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> float:
-    """Share of rows whose token is the reference's argmax, or ties with it."""
-    best = logits.max(axis=1)
-    chosen = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return float((best - chosen <= TIE * np.maximum(1.0, np.abs(best))).mean())

@@ -32,6 +32,19 @@ def load(source: Source) -> Any:
     return model
 
 
+def load_mtp(target: Any, weights: Weights) -> Any:
+    """The MTP layers of ``target``, likewise; what they share with it stays the target's."""
+    from accelerate import init_empty_weights
+    from transformers.modeling_layers import MtpModel
+
+    with init_empty_weights(include_buffers=False):
+        model: Any = MtpModel(target, target.config.num_mtp_layers)
+    model.eval()
+    for path, module in model.layers.named_modules(prefix="layers"):
+        _attach(module, path, weights)
+    return model
+
+
 def _attach(module: torch.nn.Module, path: str, weights: Weights) -> None:
     prefix = f"{path}." if path else ""
     for name, buffer in module.named_buffers(recurse=False):

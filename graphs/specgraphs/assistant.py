@@ -6,7 +6,14 @@ SinglePositionMultiTokenCandidateGenerator of generation/candidate_generator.py.
     x        = pre_projection([embedding_target(token), hidden])
     h        = decoder(x) at position past_length, attending to the target's KV rows
     logits   = head(h)                       over the vocabulary, or over the selected clusters
-    token    = argmax(logits);  hidden = post_projection(h);  again, num_draft times
+    top, ids = the C largest logits and their tokens, largest first, equal ones as they stand
+    token    = ids[argmax(top - top[0] + noise[step])]
+    hidden   = post_projection(h);  again, num_draft times
+
+With noise = temperature * Gumbel, a token is an exact sample of softmax(top / temperature) (Gumbel
+1954; Maddison, Tarlow and Minka, "A* Sampling", 2014); with zero noise it is argmax(logits). The
+largest logit is taken off first: differences to it are small, so that little noise is not lost in
+rounding. Tokens that the tokenizer does not have are no candidates.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn import functional
 
 from specgraphs import families, ops, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
@@ -24,6 +32,9 @@ from specrun import contract
 from specrun.contract import KvLayer
 
 NEXT_TOKEN, NEXT_HIDDEN = "next_token", "next_hidden"
+# Tokens per round on the bundled pair at temperature 1, 4 drafts, with 16, 64, 128, 256 candidates:
+# 1.98, 2.03, 2.14, 2.14 (scripts/drafter_sampling.py). More cost time and memory traffic.
+MAX_CANDIDATES = 128
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,8 @@ class AssistantPlan:
 
     ``kv_map``: attention type -> target layer. ``windows``: attention type -> KV rows it sees; the
     reference's mask allows a distance of ``sliding_window``, counted from the last KV row, so one
-    row more than the target's own window.
+    row more than the target's own window. ``candidates``: tokens that a step draws from, all of
+    them below ``known_tokens``, the size of the tokenizer: a padded vocabulary has more rows.
     """
 
     kv: tuple[KvLayer, ...]
@@ -40,11 +52,17 @@ class AssistantPlan:
     windows: dict[str, int | None]
     head: Literal["plain", "centroid"]
     candidates: int
+    known_tokens: int
     hidden_size: int
 
 
-def plan_assistant(assistant_config: Any, target_config: Any) -> AssistantPlan:
-    """Match an assistant to its target. Raises ValueError where the two cannot be a pair."""
+def plan_assistant(
+    assistant_config: Any, target_config: Any, tokenizer_size: int | None = None
+) -> AssistantPlan:
+    """Match an assistant to its target. Raises ValueError where the two cannot be a pair.
+
+    ``tokenizer_size``: number of tokens that the tokenizer has (None: the whole vocabulary).
+    """
     text = assistant_config.get_text_config()
     width = assistant_config.backbone_hidden_size
     if width != target_config.hidden_size:
@@ -57,6 +75,7 @@ def plan_assistant(assistant_config: Any, target_config: Any) -> AssistantPlan:
             f"the assistant has a vocabulary of {text.vocab_size},"
             f" this target of {target_config.vocab_size}"
         )
+    known = min(text.vocab_size, tokenizer_size or text.vocab_size)
     owners = families.last_owners(target_config)
     kinds = list(dict.fromkeys(families.layer_types(text)))
     kv_map = {kind: _owner_layer(owners, kind) for kind in kinds}
@@ -71,7 +90,8 @@ def plan_assistant(assistant_config: Any, target_config: Any) -> AssistantPlan:
         kv_map=kv_map,
         windows=windows,
         head="centroid" if assistant_config.use_ordered_embeddings else "plain",
-        candidates=_candidates(assistant_config),
+        candidates=min(MAX_CANDIDATES, known, _scored(assistant_config)),
+        known_tokens=known,
         hidden_size=width,
     )
 
@@ -94,7 +114,8 @@ def _check_heads(text: Any, layer: int, buffer: KvLayer) -> None:
         )
 
 
-def _candidates(config: Any) -> int:
+def _scored(config: Any) -> int:
+    """Tokens that the head gives a logit in a step."""
     vocab = int(config.get_text_config().vocab_size)
     if not config.use_ordered_embeddings:
         return vocab
@@ -115,6 +136,7 @@ class _Step(torch.nn.Module):
         token: torch.Tensor,
         hidden: torch.Tensor,
         past_length: torch.Tensor,
+        noise: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         buffers = {kv.layer: (past[2 * i], past[2 * i + 1]) for i, kv in enumerate(self.plan.kv)}
@@ -142,33 +164,48 @@ class _Step(torch.nn.Module):
                 shared_kv_states=shared,
                 use_cache=False,
             ).last_hidden_state
-        return (*self._head(h), self.assistant.post_projection(h))
+        logits, ids = self._candidates(h)
+        best = (logits - logits[:, :1] + noise).argmax(-1, keepdim=True)
+        token = ids.gather(-1, best)
+        return token, self.assistant.post_projection(h), token.squeeze(-1), logits, ids
 
-    def _head(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Next token ``[batch, 1]``, logits and, for the centroid head, their token ids."""
+    def _candidates(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logits float32 ``[batch, candidates]`` in order, and their token ids."""
         weight = self.assistant.lm_head.weight
+        row = h.squeeze(1)
         if self.plan.head == "plain":
-            logits = self.assistant.lm_head(h).to(torch.float32)
-            return logits.argmax(-1), logits
+            logits = self.assistant.lm_head(row)[:, : self.plan.known_tokens].to(torch.float32)
+            top = logits.topk(self.plan.candidates)
+            return top.values, top.indices
         embedder = self.assistant.masked_embedding
-        clusters = embedder.centroids(h)[:, 0].topk(embedder.centroid_intermediate_top_k).indices
+        clusters = embedder.centroids(row).topk(embedder.centroid_intermediate_top_k).indices
         order = embedder.token_ordering.view(
             embedder.num_centroids, embedder.vocab_size_per_centroid
         )
-        ids = order[clusters].flatten(1)
-        logits = (weight[ids] @ h.transpose(1, 2)).transpose(1, 2).to(torch.float32)
-        best = logits.argmax(-1)
-        return ids.gather(1, best), logits, ids[:, None]
+        # As a lookup in a table this is one node; as an index it would be six.
+        ids = functional.embedding(clusters, order).flatten(1)
+        rows = functional.embedding(ids, weight)
+        logits = (rows @ h.transpose(1, 2)).squeeze(-1).to(torch.float32)
+        if self.plan.known_tokens < weight.shape[0]:
+            logits = logits.masked_fill(ids >= self.plan.known_tokens, -torch.inf)
+        top = logits.topk(self.plan.candidates)
+        return top.values, ids.gather(-1, top.indices)
 
 
 def trace_assistant(
-    assistant: FakeModel, target: FakeModel, precision: str, *, max_context: int
+    assistant: FakeModel,
+    target: FakeModel,
+    precision: str,
+    *,
+    max_context: int,
+    tokenizer_size: int | None = None,
 ) -> EngineGraph:
     """Trace the drafter engine: its steps as one Loop whose trip count is an input.
 
-    ``assistant`` and ``target`` share one fake mode. Raises ValueError where they are no pair.
+    ``assistant`` and ``target`` share one fake mode; ``tokenizer_size`` as in
+    :func:`plan_assistant`. Raises ValueError where they are no pair.
     """
-    plan = plan_assistant(assistant.model.config, target.model.config)
+    plan = plan_assistant(assistant.model.config, target.model.config, tokenizer_size)
     batches = torch.export.Dim(contract.BATCH, min=1, max=4096)
     kv = kv_inputs(plan.kv, assistant.mode, precision, batch=batches, max_context=max_context)
     dtype = TORCH_DTYPES[precision]
@@ -177,26 +214,31 @@ def trace_assistant(
             torch.ones(EXAMPLE_BATCH, 1, dtype=torch.int64),
             torch.zeros(EXAMPLE_BATCH, 1, plan.hidden_size, dtype=dtype),
             torch.ones(EXAMPLE_BATCH, dtype=torch.int32),
+            torch.zeros(EXAMPLE_BATCH, plan.candidates, dtype=torch.float32),
             kv.examples,
         )
-    sparse = [contract.DRAFT_CANDIDATES] if plan.head == "centroid" else []
+    per_batch = {0: batches}
+    stacked = [contract.DRAFT_TOKENS, contract.DRAFT_LOGITS, contract.DRAFT_CANDIDATES]
     model = export(
         _Step(assistant.model, target.model.get_input_embeddings(), plan),
         args,
-        ({0: batches}, {0: batches}, {0: batches}, kv.shapes),
+        (per_batch, per_batch, per_batch, per_batch, kv.shapes),
         mode=assistant.mode,
-        input_names=[contract.TOKEN, contract.HIDDEN, contract.PAST_LENGTH, *kv.names],
-        output_names=[NEXT_TOKEN, contract.DRAFT_LOGITS, *sparse, NEXT_HIDDEN],
+        input_names=[
+            contract.TOKEN,
+            contract.HIDDEN,
+            contract.PAST_LENGTH,
+            contract.NOISE,
+            *kv.names,
+        ],
+        output_names=[NEXT_TOKEN, NEXT_HIDDEN, *stacked],
     )
     passes.simplify(model)
     RepeatStep(
         carried={contract.TOKEN: NEXT_TOKEN, contract.HIDDEN: NEXT_HIDDEN},
+        sliced=[contract.NOISE],
         trip_count=contract.NUM_DRAFT,
-        stacked={
-            contract.DRAFT_TOKENS: NEXT_TOKEN,
-            contract.DRAFT_LOGITS: contract.DRAFT_LOGITS,
-            **{name: name for name in sparse},
-        },
+        stacked=stacked,
     )(model)
     embedding = _attribute_path(target.model, target.model.get_input_embeddings())
     return bind(

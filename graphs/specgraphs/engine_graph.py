@@ -12,7 +12,7 @@ import torch
 
 from specgraphs import ops
 
-Origin = Literal["target", "drafter"]
+Origin = Literal["target", "drafter", "draft", "universal", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class EngineGraph:
 def bind(model: ir.Model, modules: tuple[Module, ...]) -> EngineGraph:
     """Name the initializers after the checkpoint and say where each one's bytes come from.
 
-    Target tensors keep the checkpoint's names; those of a drafter get the prefix ``drafter.``.
+    Target tensors keep the checkpoint's names; others get their origin in front, ``drafter.``.
     Raises ValueError for an initializer that belongs to none of ``modules``.
     """
     weights: dict[str, WeightRef] = {}
@@ -58,7 +58,7 @@ def bind(model: ir.Model, modules: tuple[Module, ...]) -> EngineGraph:
             continue
         module = _owner(name, modules)
         tensor = module.checkpoint_prefix + name.removeprefix(module.prefix)
-        final = tensor if module.origin == "target" else f"drafter.{tensor}"
+        final = tensor if module.origin == "target" else f"{module.origin}.{tensor}"
         _rename(graph, value, final)
         if tensor in module.parameters:
             weights[final] = WeightRef(module.origin, tensor)

@@ -9,7 +9,22 @@ from typing import Any
 from specrun.contract import KvLayer
 
 # Text models that export as a target, by the model_type of their text config.
-TARGETS = ("llama", "qwen3", "gemma3_text", "gemma4_text", "gemma4_unified_text")
+TARGETS = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "deepseek_v3",
+    "glm4_moe",
+    "mellum",
+)
+# Of these the ones whose own MTP layers export. transformers 5.24 runs MTP layers of five more:
+# sarvam_mla and sarvam_moe, which have the classes of deepseek_v3 and glm4_moe and trace as they
+# do, but for which it knows no MTP weights; bailing_hybrid (recurrent linear attention) and inkling
+# (short convolutions, a learned position bias), whose state cannot be cut back to a length; and
+# step3p7, of which there is no text-only class.
+MTP_LAYERS = ("deepseek_v3", "glm4_moe", "mellum")
 # Drafters that run on a target's KV buffers, by model_type.
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -31,6 +46,11 @@ class KvPlan:
         owned = {kv.layer for kv in self.owners}
         if missing := sorted(set(self.source) - owned):
             raise ValueError(f"layers {missing} are read from and own no KV buffer")
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layer reads KV that another one owns."""
+        return any(not self.owns(layer) for layer in range(len(self.source)))
 
     def owns(self, layer: int) -> bool:
         """Whether the layer writes keys and values of its own."""
@@ -84,6 +104,8 @@ def _last_owner(types: Sequence[str], modes: Sequence[str | None], kind: str, be
 
 def kv_shape(config: Any, layer: int) -> tuple[int, int]:
     """KV heads and head size of a layer."""
+    if (rank := getattr(config, "kv_lora_rank", None)) is not None:
+        return 1, (int(rank) + int(config.qk_rope_head_dim)) // 2  # see specgraphs.latent
     per_layer = getattr(config, "per_layer_config", None)
     resolved = per_layer[layer] if per_layer is not None else config
     heads = int(resolved.num_key_value_heads)

@@ -14,6 +14,8 @@ OPSET = 23  # RMSNormalization and RotaryEmbedding are standard operators from h
 IR_VERSION = 10  # what the least ONNX Runtime we allow reads
 
 GROUP_QUERY_ATTENTION = "com.microsoft::GroupQueryAttention"
+# Emitted while tracing only; passes.ExpandLatentAttention replaces it.
+OWN_DOMAIN, LATENT_ATTENTION = "specgraphs", "LatentAttention"
 
 
 def attention_append(
@@ -49,6 +51,37 @@ def attention_append(
         version=1,
     )
     return out.view(batch, rows, heads, head), present_key, present_value
+
+
+def latent_append(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: tuple[torch.Tensor, torch.Tensor],
+    lengths: tuple[torch.Tensor, torch.Tensor],
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`attention_append` where key and value are two halves of one row, for all heads.
+
+    Equation, for row r at position p, with row ``j = [present_key[j], present_value[j]]``::
+
+        out[r] = softmax(scale * query[r] . row[j]) @ row,   j in 0 .. p
+
+    query ``[batch, heads, rows, 2 * half]``, key and value ``[batch, 1, rows, half]``, past
+    ``[batch, 1, capacity, half]`` each. Returns out ``[batch, rows, heads, 2 * half]`` and the two
+    present buffers.
+    """
+    batch, heads, rows, size = query.shape
+    out, present_key, present_value = onnx_ops.symbolic_multi_out(
+        f"{OWN_DOMAIN}::{LATENT_ATTENTION}",
+        [query.transpose(1, 2), _flat(key), _flat(value), *past, *lengths],
+        attrs={"scale": float(scale)},
+        dtypes=(query.dtype,) * 3,
+        shapes=((batch, rows, heads, size), past[0].shape, past[1].shape),
+        version=1,
+    )
+    return out, present_key, present_value
 
 
 def attention_read(
@@ -91,17 +124,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return out
 
 
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the halves of each head: ``x * cos + [-x2, x1] * sin``.
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
+    """Rotate the first ``size`` values of each head: ``x * cos + [-x2, x1] * sin``.
 
-    x ``[batch, rows, heads, head]``; cos and sin ``[batch, rows, head]`` whose halves are equal,
-    as transformers computes them: the operator takes one half.
+    x ``[batch, rows, heads, head]``; cos and sin ``[batch, rows, size]`` whose halves are equal,
+    as transformers computes them: the operator takes one half. x1 and x2 are the halves of what
+    is rotated, or with ``interleaved`` its even and odd values; the result is laid out as x is.
     """
     batch, rows, heads, head = x.shape
+    size = cos.shape[-1]
+    attrs: dict[str, Any] = {"num_heads": heads, "interleaved": int(interleaved)}
+    if size != head:
+        attrs["rotary_embedding_dim"] = int(size)
     out: torch.Tensor = onnx_ops.symbolic(
         "RotaryEmbedding",
-        [x.reshape(batch, rows, heads * head), cos[..., : head // 2], sin[..., : head // 2]],
-        attrs={"num_heads": heads},
+        [x.reshape(batch, rows, heads * head), cos[..., : size // 2], sin[..., : size // 2]],
+        attrs=attrs,
         dtype=x.dtype,
         shape=(batch, rows, heads * head),
         version=OPSET,

@@ -8,6 +8,7 @@ Nothing else of transformers is touched, so its code computes everything else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import types
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 
-from specgraphs import ops
+from specgraphs import latent, ops
 
 ATTENTION = "specgraphs_kv"  # the name under which our attention is registered
+ROTARY, INTERLEAVED = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 
 Attend = Callable[..., torch.Tensor]
 _active: list[Attend] = []
@@ -45,7 +47,10 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return _active[-1](module, query, key, value, scale=scale, window=sliding_window or None), None
+    attend = _active[-1]
+    if latent.is_latent(module):
+        attend = functools.partial(latent.attention, attend)
+    return attend(module, query, key, value, scale=scale, window=sliding_window or None), None
 
 
 @contextlib.contextmanager
@@ -84,7 +89,10 @@ def _optional_scale_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 _NORMS: dict[str, Callable[..., torch.Tensor]] = {
+    "DeepseekV3RMSNorm": _plain_norm,
+    "Glm4MoeRMSNorm": _plain_norm,
     "LlamaRMSNorm": _plain_norm,
+    "MellumRMSNorm": _plain_norm,
     "Qwen3RMSNorm": _plain_norm,
     "Gemma3RMSNorm": _offset_norm,
     "Gemma4RMSNorm": _optional_scale_norm,
@@ -94,20 +102,21 @@ _NORMS: dict[str, Callable[..., torch.Tensor]] = {
 
 @contextlib.contextmanager
 def rotary_as_operator(model: torch.nn.Module) -> Iterator[None]:
-    """Swap ``apply_rotary_pos_emb`` in the modeling modules of ``model``; put back on exit."""
-    names = {type(module).__module__ for module in model.modules()}
-    swapped: list[tuple[types.ModuleType, Any]] = []
+    """Swap the rotary functions in the modeling modules of ``model``; put back on exit."""
+    modules = {type(module).__module__ for module in model.modules()}
+    swapped: list[tuple[types.ModuleType, str, Any]] = []
     try:
-        for name in sorted(names):
-            modeling = sys.modules[name]
-            original = getattr(modeling, "apply_rotary_pos_emb", None)
-            if original is not None and (replacement := _rotary_like(original)) is not None:
-                swapped.append((modeling, original))
-                setattr(modeling, "apply_rotary_pos_emb", replacement)  # noqa: B010
+        for modeling in (sys.modules[name] for name in sorted(modules)):
+            for name in (ROTARY, INTERLEAVED):
+                original = getattr(modeling, name, None)
+                replacement = None if original is None else _rotary_like(original)
+                if replacement is not None:
+                    swapped.append((modeling, name, original))
+                    setattr(modeling, name, replacement)
         yield
     finally:
-        for modeling, original in swapped:
-            setattr(modeling, "apply_rotary_pos_emb", original)  # noqa: B010
+        for modeling, name, original in swapped:
+            setattr(modeling, name, original)
 
 
 def _rotary_like(original: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -117,6 +126,7 @@ def _rotary_like(original: Callable[..., Any]) -> Callable[..., Any] | None:
     if unsqueeze_dim is None:
         return None
     default = unsqueeze_dim.default
+    interleaved = original.__name__ == INTERLEAVED
     if names[:3] == ["x", "cos", "sin"]:
 
         def rotate_one(
@@ -134,16 +144,25 @@ def _rotary_like(original: Callable[..., Any]) -> Callable[..., Any] | None:
             sin: torch.Tensor,
             unsqueeze_dim: int = default,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return _rotate(q, cos, sin, unsqueeze_dim), _rotate(k, cos, sin, unsqueeze_dim)
+            rotated = (_rotate(x, cos, sin, unsqueeze_dim, interleaved) for x in (q, k))
+            return next(rotated), next(rotated)
 
         return rotate_two
     return None
 
 
 def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    interleaved: bool = False,
 ) -> torch.Tensor:
-    """unsqueeze_dim 2: x is [batch, rows, heads, head]; 1: [batch, heads, rows, head]."""
+    """unsqueeze_dim 2: x is [batch, rows, heads, head]; 1: [batch, heads, rows, head].
+
+    transformers' interleaved form takes pairs and returns halves, the operator returns pairs.
+    Queries and keys are permuted alike, so their products are the same.
+    """
     if unsqueeze_dim == 2:
-        return ops.rotary(x, cos, sin)
-    return ops.rotary(x.transpose(1, 2), cos, sin).transpose(1, 2)
+        return ops.rotary(x, cos, sin, interleaved=interleaved)
+    return ops.rotary(x.transpose(1, 2), cos, sin, interleaved=interleaved).transpose(1, 2)

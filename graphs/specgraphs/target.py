@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from specgraphs import families, ops, passes, patches
-from specgraphs.engine_graph import EngineGraph, bind
+from specgraphs import families, latent, ops, passes, patches
+from specgraphs.engine_graph import EngineGraph, Origin, bind
 from specgraphs.families import KvPlan
 from specgraphs.trace import EXAMPLE_BATCH, FakeModel, export, kv_inputs
 from specrun import contract
@@ -41,16 +41,13 @@ class _Target(torch.nn.Module):
             hidden = decoder(
                 input_ids=tokens, position_ids=positions, use_cache=False
             ).last_hidden_state
-        if not self._shares_kv():
-            hidden = hidden.index_select(1, wanted_rows)
-        logits = self.model.lm_head(hidden)
+        # Layers that share KV were given the wanted rows only; other families return every row.
+        wanted = hidden if self.plan.shares else hidden.index_select(1, wanted_rows)
+        logits = self.model.lm_head(wanted)
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * self.cap
         logits = logits.to(torch.float32)
         return (logits, logits.argmax(-1), hidden, *attend.present())
-
-    def _shares_kv(self) -> bool:
-        return any(not self.plan.owns(layer) for layer in range(len(self.plan.source)))
 
 
 class _Attend:
@@ -85,9 +82,12 @@ class _Attend:
         buffers = self.buffers[owner.layer]
         if not self.plan.owns(layer):
             return ops.attention_read(query, buffers, self.lengths, scale=scale, window=window)
-        out, *present = ops.attention_append(
-            query, key, value, buffers, self.lengths, scale=scale, window=window
-        )
+        if latent.is_latent(module):
+            out, *present = ops.latent_append(query, key, value, buffers, self.lengths, scale=scale)
+        else:
+            out, *present = ops.attention_append(
+                query, key, value, buffers, self.lengths, scale=scale, window=window
+            )
         self.buffers[layer] = (present[0], present[1])
         return out
 
@@ -116,8 +116,13 @@ def _keep_rows(wanted_rows: torch.Tensor) -> Any:
     return keep
 
 
-def trace_target(fake: FakeModel, precision: str, *, max_context: int) -> EngineGraph:
-    """Trace the target engine of ``fake``; KV dtype and activations in ``precision``."""
+def trace_target(
+    fake: FakeModel, precision: str, *, max_context: int, origin: Origin = "target"
+) -> EngineGraph:
+    """Trace the target engine of ``fake``; KV dtype and activations in ``precision``.
+
+    ``origin``: whose weights it has, as a draft model is such an engine too.
+    """
     config = fake.model.config
     plan = families.kv_plan(config)
     dim = torch.export.Dim
@@ -151,4 +156,4 @@ def trace_target(fake: FakeModel, precision: str, *, max_context: int) -> Engine
     )
     passes.WantedRowsFromFirstRow(WANTED_ROWS)(model)
     passes.simplify(model)
-    return bind(model, (fake.traced_as("model.", "target"),))
+    return bind(model, (fake.traced_as("model.", origin),))

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specgraphs import ops, patches
+from specgraphs import latent, ops, patches
 from specgraphs.engine_graph import Module, Origin
 from specrun import contract
 from specrun.contract import KvLayer, Part
@@ -60,12 +60,20 @@ def build_fake(
             config, dtype=dtype, attn_implementation=patches.ATTENTION
         ).eval()
     model.tie_weights()
+    return as_fake(model, mode or FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def as_fake(model: Any, mode: FakeTensorMode) -> FakeModel:
+    """``model``, built without memory, with fake parameters and patched to emit our operators.
+
+    Parameters that are fake already, as they belong to another model too, stay as they are.
+    """
     if hasattr(model, "set_experts_implementation") and _has_experts(model):
         model.set_experts_implementation("batched_mm")
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     _fake_parameters(model, mode)
     patches.patch_norms(model)
+    latent.patch(model)
     return FakeModel(model, mode, buffers)
 
 
@@ -173,7 +181,7 @@ def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode) -> None:
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is None:
+            if parameter is None or parameter.device.type != "meta":
                 continue
             if id(parameter) not in made:
                 with mode:

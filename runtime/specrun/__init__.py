@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specrun.loop import Round
     from specrun.options import EngineOptions, GenerateOptions
     from specrun.result import Result, TextStream
+    from specrun.session import Session
     from specrun.stats import Stats
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "GenerateOptions",
     "Result",
     "Round",
+    "Session",
     "SpecrunError",
     "Stats",
     "TextStream",
@@ -52,6 +54,7 @@ _MODULES = {
     "GenerateOptions": "options",
     "Result": "result",
     "Round": "loop",
+    "Session": "session",
     "SpecrunError": "errors",
     "Stats": "stats",
     "TextStream": "result",

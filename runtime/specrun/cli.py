@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import json
-import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_args
 import click
 
 from specrun import __version__
-from specrun.errors import SpecrunError, UsageError
+from specrun.cli_errors import reports_errors
+from specrun.cli_tune import tune
+from specrun.errors import UsageError
 from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Verify
 
 if TYPE_CHECKING:
@@ -30,15 +29,6 @@ R = TypeVar("R")
 
 ENGINE = EngineOptions()
 GENERATE = GenerateOptions()
-FLAGS = {
-    field.name: "--" + field.name.replace("_", "-")
-    for cls in (EngineOptions, GenerateOptions)
-    for field in dataclasses.fields(cls)
-} | {
-    "num_assistant_tokens_schedule": "--schedule",
-    "eos_token_ids": "--eos-token-id",
-    "num_draft": "--num-draft",  # of specexport, which reports its errors with the same function
-}
 
 
 class DefaultGroup(click.Group):
@@ -54,30 +44,6 @@ class DefaultGroup(click.Group):
         if args and args[0] not in self.commands and args[0] not in own:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
-
-
-def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Errors raised on purpose as ``Error:`` and ``hint:``; exit 2 for usage, else 1."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except SpecrunError as error:
-            click.echo(f"Error: {_with_flags(str(error))}", err=True)
-            if error.hint:
-                click.echo(f"hint: {_with_flags(error.hint)}", err=True)
-            raise SystemExit(2 if isinstance(error, UsageError) else 1) from error
-        except BrokenPipeError:
-            # The reader went away, as `| head` does; say nothing at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(1) from None
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename is not None else ""
-            click.echo(f"Error: {where}{error.strerror or error}", err=True)
-            raise SystemExit(1) from error
-
-    return wrapped
 
 
 @click.group(
@@ -98,6 +64,42 @@ def main() -> None:
 
     The sub-command run may be left out; see "specrun run --help" for its options.
     """
+
+
+SAMPLING: tuple[tuple[str, Any, str], ...] = (
+    ("--temperature", float, "Sample, from logits divided by this; 0: greedy."),
+    ("--top-k", int, "Sample from this many most probable tokens."),
+    ("--top-p", float, "Sample from the most probable tokens that make up this probability."),
+    ("--min-p", float, "Sample from tokens at least this probable, relative to the best."),
+    ("--typical-p", float, "Sample from the most typical tokens that make up this probability."),
+    ("--seed", int, "Of the random numbers.  [default: a new one, shown with --json]"),
+    ("--repetition-penalty", float, "Above 1: tokens of the text so far become less probable."),
+    ("--no-repeat-ngram-size", int, "No n-gram of this size comes twice."),
+    ("--min-new-tokens", int, "No end id before so many tokens."),
+)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of sampling. What is not given is as the checkpoint says, or off."""
+    bias = click.option("--logit-bias", multiple=True, metavar="ID:NUMBER", help=_BIAS)
+    words = click.option("--bad-word", multiple=True, help="Text that must not come; repeatable.")
+    logprobs = click.option(
+        "--logprobs", type=int, help="With --json: log-probabilities, and so many alternatives."
+    )
+    switch = click.option(
+        "--sample/--greedy",
+        "do_sample",
+        default=None,
+        help="Draw tokens, or take the most probable.  [default: the checkpoint's, or greedy]",
+    )
+    for option in (logprobs, bias, words):
+        command = option(command)
+    for flag, kind, text in reversed(SAMPLING):
+        command = click.option(flag, type=kind, help=text)(command)
+    return switch(command)
+
+
+_BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatable."
 
 
 @main.command()
@@ -122,7 +124,7 @@ def main() -> None:
 )
 @click.option(
     "--schedule",
-    type=click.Choice(SCHEDULES),
+    type=click.Choice([name.replace("_", "-") for name in SCHEDULES]),
     default=GENERATE.num_assistant_tokens_schedule,
     help="How that number changes from round to round.  [default: the folder's, or constant]",
 )
@@ -134,13 +136,27 @@ def main() -> None:
     help="Longest n-gram that prompt lookup searches for.",
 )
 @click.option(
+    "--confidence-threshold",
+    "assistant_confidence_threshold",
+    type=float,
+    default=GENERATE.assistant_confidence_threshold,
+    help="End a proposal with a draft less probable than this.  [default: 0, off]",
+)
+@click.option(
+    "--ensemble-weight",
+    type=float,
+    default=GENERATE.ensemble_weight,
+    show_default=True,
+    help="Verify against this much target and the rest drafter; below 1 the text is another one.",
+)
+@click.option(
     "-n",
     "--max-new-tokens",
     type=int,
     default=GENERATE.max_new_tokens,
-    show_default=True,
-    help="Most tokens to generate.",
+    help="Most tokens to generate.  [default: the checkpoint's, or 256]",
 )
+@sampling_options
 @click.option(
     "--eos-token-id", type=int, multiple=True, help="End id instead of the folder's; repeatable."
 )
@@ -156,6 +172,12 @@ def main() -> None:
     default=ENGINE.verify,
     show_default=True,
     help="quick: hash small files; full: hash all files of the folder.",
+)
+@click.option(
+    "--tuning",
+    type=click.Path(),
+    default=ENGINE.tuning,
+    help="Costs of steps that specrun tune --out wrote.  [default: the folder's own, if there]",
 )
 @click.option("--strict", is_flag=True, help="A drafter that fails is an error.")
 @click.option("--stats", is_flag=True, help="Write statistics to stderr at the end.")
@@ -197,6 +219,8 @@ def run(
                     click.echo(piece, nl=False)
                     sys.stdout.flush()
         result = stream.result
+        auto = result.options.num_assistant_tokens_schedule == "auto"
+        not_tuned = engine.not_tuned if auto else None
         if as_json:
             inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
             options = {**inputs, **dataclasses.asdict(engine.options)}
@@ -205,6 +229,9 @@ def run(
             click.echo()
     if stats:
         click.echo(_stats_table(result.stats), err=True)
+        click.echo(_options_line(result.options), err=True)
+        if auto:
+            click.echo(_table({"step costs": not_tuned or "as measured by specrun tune"}), err=True)
 
 
 @main.command()
@@ -255,13 +282,6 @@ def doctor(as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _with_flags(message: str) -> str:
-    """An option's field name, where a message names one, as the flag it has here."""
-    for name, flag in FLAGS.items():
-        message = re.sub(rf"(^|give ){name}\b", rf"\1{flag}", message)
-    return message
-
-
 def _pick(cls: type[EngineOptions], given: dict[str, Any]) -> EngineOptions:
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**{name: given[name] for name in names})
@@ -270,19 +290,27 @@ def _pick(cls: type[EngineOptions], given: dict[str, Any]) -> EngineOptions:
 def _generate_options(given: dict[str, Any]) -> GenerateOptions:
     if given["ignore_eos"] and given["eos_token_id"]:
         raise UsageError("--ignore-eos and --eos-token-id exclude each other", hint="give one")
-    eos = () if given["ignore_eos"] else given["eos_token_id"] or None
-    return GenerateOptions(
-        max_new_tokens=given["max_new_tokens"],
-        method=given["method"],
-        num_assistant_tokens=given["num_assistant_tokens"],
-        num_assistant_tokens_schedule=given["schedule"],
-        max_matching_ngram_size=given["max_matching_ngram_size"],
-        eos_token_ids=eos,
-        stop=given["stop"],
-        raw=given["raw"],
-        system=given["system"],
-        strict=given["strict"],
-    )
+    same = {field.name for field in dataclasses.fields(GenerateOptions)} & given.keys()
+    renamed = {
+        "num_assistant_tokens_schedule": given["schedule"],
+        "eos_token_ids": () if given["ignore_eos"] else given["eos_token_id"] or None,
+        "bad_words": given["bad_word"],
+        "logit_bias": _bias(given["logit_bias"]),
+    }
+    return GenerateOptions(**{name: given[name] for name in same} | renamed)
+
+
+def _bias(items: tuple[str, ...]) -> dict[int, float] | None:
+    found: dict[int, float] = {}
+    for item in items:
+        token, _, number = item.partition(":")
+        try:
+            found[int(token)] = float(number)
+        except ValueError:
+            raise UsageError(
+                f"--logit-bias: must be ID:NUMBER, got {item!r}", hint="for example 42:-100"
+            ) from None
+    return found or None
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -324,8 +352,9 @@ def _json_result(result: Result, options: dict[str, Any]) -> str:
 def _stats_table(stats: Stats) -> str:
     by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position) or "-"
     seconds = " ".join(f"{phase} {value:.3f}" for phase, value in stats.seconds.items())
+    lossy = ", lossy" if stats.lossy else ""
     lines = {
-        "method": f"{stats.method} ({stats.mode}) on {stats.provider}",
+        "method": f"{stats.method} ({stats.mode}{lossy}) on {stats.provider}",
         "tokens": f"{stats.prompt_tokens} prompt, {stats.emitted} new",
         "drafted": f"{stats.drafted}, accepted {stats.accepted} ({stats.acceptance:.0%})",
         "acceptance by position": by_position,
@@ -335,21 +364,41 @@ def _stats_table(stats: Stats) -> str:
     return _table(lines)
 
 
+def _options_line(options: GenerateOptions) -> str:
+    """The options of sampling that took effect, the checkpoint's own among them."""
+    names = (*(flag[2:].replace("-", "_") for flag, _, _ in SAMPLING), "ensemble_weight")
+    neutral = (None, 0, 1)
+    given = {name: getattr(options, name) for name in names}
+    shown = [
+        f"{name} {value:g}"
+        for name, value in given.items()
+        if value is not None and (name == "seed" or value not in neutral)
+    ]
+    sampled = "sampled" if options.do_sample else "greedy"
+    return _table({"sampling": ", ".join([sampled, *shown])})
+
+
 def _manifest_table(manifest: Manifest) -> str:
+    from specrun.contract import Role
+
     generation = manifest.generation
     lines = {
         "target": f"{manifest.target.id} ({manifest.target.architecture})",
-        "drafter": manifest.drafter.id if manifest.drafter is not None else "-",
         "vocabulary": f"{manifest.tokenizer.vocab_size} tokens",
         "chat template": manifest.tokenizer.chat_template or "-",
         "end ids": " ".join(map(str, generation.eos_token_ids)) or "-",
         "max context": f"{generation.max_context} tokens",
+        "generation": ", ".join(f"{k} {v}" for k, v in generation.defaults.items()) or "-",
     }
-    for role, engine in manifest.engines.items():
-        kv = f", {engine.kv_bytes_per_token} bytes of KV per token" if role == "target" else ""
-        mtp = engine.mtp
-        drafts = f", drafts up to {mtp.max_num_draft} tokens" if mtp is not None else ""
-        lines[f"engine {role.value}"] = f"{engine.file}, {engine.precision}{kv}{drafts}"
+    for method, drafter in manifest.drafters.items():
+        source = drafter.source.id if drafter.source is not None else "the target's own checkpoint"
+        most = drafter.max_num_draft
+        limit = f", drafts up to {most} tokens" if most is not None else ""
+        lines[f"method {method}"] = f"{source}{limit}"
+    for name, engine in manifest.engines.items():
+        own = engine.role is not Role.MTP_DRAFTER and engine.kv
+        kv = f", {engine.kv_bytes_per_token} bytes of KV per token" if own else ""
+        lines[f"engine {name}"] = f"{engine.file}, {engine.precision}{kv}"
     for entry in manifest.files:
         lines[f"file {entry.path}"] = f"{entry.size} bytes, sha256 {entry.sha256[:12]}…"
     parity = manifest.parity
@@ -368,6 +417,9 @@ def _report_table(report: Report) -> str:
 def _table(lines: dict[str, str]) -> str:
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+main.add_command(tune)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 
-from specrun import manifest, ort
-from specrun.contract import Role
+from specrun import manifest
+from specrun.batch import Row, together
 from specrun.drafters.base import Drafter
-from specrun.drafters.guard import GuardedDrafter
-from specrun.drafters.mtp import MtpDrafter
-from specrun.drafters.ngram import NgramDrafter
-from specrun.drafters.none import NoDrafter
-from specrun.errors import ContextFull, EngineError, SpecrunError, UsageError
-from specrun.loop import DraftPlan, OnRound, Progress, speculate
+from specrun.errors import ContextFull, UsageError
+from specrun.lane import Lane, Resources
+from specrun.loop import OnRound, Progress
 from specrun.options import EngineOptions, GenerateOptions, build
-from specrun.prompt import Prompt, encode_prompt
-from specrun.resolve import resolve_engine, resolve_generate
+from specrun.prompt import Prompt, Prompts, check_ids, encode_prompt, is_batch
+from specrun.request import LogitsProcessors, OnWarning, Request
+from specrun.resolve import resolve_engine, resolve_generate, unsupported_defaults
 from specrun.result import Result, TextStream
-from specrun.stats import Meter
-from specrun.stopping import FinishReason, Stopping
-from specrun.target import Target
+from specrun.schedules import Schedules
+from specrun.session import Session
+from specrun.target import Verifier
 from specrun.text import Tokenizer
 
-OnWarning = Callable[[str], None]
+T = TypeVar("T")
 
 
 def load(folder: str | Path, *, options: EngineOptions | None = None, **changes: Any) -> Engine:
@@ -47,9 +47,7 @@ class Engine:
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
         self.folder = folder.resolve()  # stays right when the working directory changes
-        self.manifest = manifest.read(
-            self.folder, verify=options.verify, may_miss=(Role.MTP_DRAFTER,)
-        )
+        self.manifest = manifest.read(self.folder, verify=options.verify, drafters_may_miss=True)
         self.options = resolve_engine(options, self.manifest)
         spec = self.manifest.tokenizer
         self.tokenizer = Tokenizer(self.folder / spec.file)
@@ -59,41 +57,72 @@ class Engine:
             else None
         )
         self._busy = threading.Lock()
-        self._sessions: dict[Role, Any] = {}
-        self._mtp_drafter: MtpDrafter | None = None
+        self._resources = Resources(self.folder, self.manifest, self.options, self.tokenizer)
+        self._lane: Lane | None = Lane(self._resources)
         self._progress: Progress | None = None
-        assert self.options.max_context is not None
-        self._target: Target | None = Target(
-            self._session(Role.TARGET),
-            self.manifest.engines[Role.TARGET],
-            max_context=self.options.max_context,
-            prefill_chunk=self.options.prefill_chunk,
-        )
+        self._warned = False
+        tuning_file = None if self.options.tuning is None else Path(self.options.tuning)
+        self._schedules = Schedules(self.folder, self.manifest, self.options, tuning_file)
 
+    @overload
     def generate(
         self,
         prompt: Prompt,
         *,
         options: GenerateOptions | None = None,
         drafter: Drafter | None = None,
+        logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
         **changes: Any,
-    ) -> Result:
-        """Continue ``prompt``: a text, token ids, or chat messages.
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompts,
+        *,
+        options: GenerateOptions | None = None,
+        drafter: None = None,
+        logits_processor: LogitsProcessors = (),
+        on_round: OnRound | None = None,
+        on_warning: OnWarning | None = None,
+        **changes: Any,
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        *,
+        options: GenerateOptions | None = None,
+        drafter: Drafter | None = None,
+        logits_processor: LogitsProcessors = (),
+        on_round: OnRound | None = None,
+        on_warning: OnWarning | None = None,
+        **changes: Any,
+    ) -> Result | list[Result]:
+        """Continue ``prompt``: a text, token ids, or chat messages; or a list of such prompts.
 
         ``changes`` are fields of :class:`GenerateOptions` by name; ``drafter``: one of your own
-        in place of the method's; ``on_round``: called after every round; ``on_warning``: gets
-        what would else go to :mod:`warnings`. Raises UsageError, ContextFull or EngineError.
+        in place of the method's; ``logits_processor``: functions of your own, called with the
+        tokens before a slot (int64 ``[n]``, read only) and its logits (float32
+        ``[vocabulary]``), that return logits; ``on_round``: called after every round;
+        ``on_warning``: gets what would else go to :mod:`warnings`.
+
+        Every prompt of a list is generated as it would be alone (with a seed, row i has
+        ``seed + i``), in rounds that take turns; the results come in the order of the prompts.
+        Raises UsageError, ContextFull or EngineError.
         """
-        return self.stream(
-            prompt,
-            options=options,
+        request = self.request(
+            build(GenerateOptions, changes, options),
             drafter=drafter,
+            logits_processor=logits_processor,
             on_round=on_round,
             on_warning=on_warning,
-            **changes,
-        ).drain()
+        )
+        if is_batch(prompt):
+            return self._batch(prompt, request)
+        return self._stream(cast(Prompt, prompt), request).drain()
 
     def stream(
         self,
@@ -101,22 +130,62 @@ class Engine:
         *,
         options: GenerateOptions | None = None,
         drafter: Drafter | None = None,
+        logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
         **changes: Any,
     ) -> TextStream:
-        """The same, as text pieces while they are committed; none is taken back.
+        """The same for one prompt, as text pieces while they are committed; none is taken back.
 
         The request is checked here, the engine runs as the stream is iterated.
         """
-        resolved = self.resolve(build(GenerateOptions, changes, options))
-        tokens = self.encode(prompt, resolved)
-        pieces = self._pieces(tokens, resolved, drafter, on_round, on_warning or _warn)
-        return TextStream(pieces)
+        request = self.request(
+            build(GenerateOptions, changes, options),
+            drafter=drafter,
+            logits_processor=logits_processor,
+            on_round=on_round,
+            on_warning=on_warning,
+        )
+        return self._stream(prompt, request)
+
+    def session(self) -> Session:
+        """A text that grows, with KV buffers of its own."""
+        self._open_lane()
+        return Session(self, Lane(self._resources))
 
     def resolve(self, options: GenerateOptions) -> GenerateOptions:
         """``options`` as they take effect on this folder. Raises UsageError."""
         return resolve_generate(options, self.manifest)
+
+    def request(
+        self,
+        options: GenerateOptions,
+        *,
+        drafter: Drafter | None = None,
+        logits_processor: LogitsProcessors = (),
+        on_round: OnRound | None = None,
+        on_warning: OnWarning | None = None,
+    ) -> Request:
+        """A generation that is ready to run. Raises UsageError."""
+        if drafter is not None and options.method == "plain":
+            raise UsageError(
+                "drafter: method 'plain' drafts nothing, so it has no use for one",
+                hint="leave one of the two out",
+            )
+        resolved = self.resolve(options)
+        warn = on_warning or _warn
+        self._warn_of_defaults(warn)
+        if callable(logits_processor):
+            logits_processor = (logits_processor,)
+        return Request(
+            options=resolved,
+            bad_words_ids=self._bad_words(resolved),
+            drafter=drafter,
+            logits_processors=tuple(logits_processor),
+            make_schedule=functools.partial(self._schedules.make, custom=drafter is not None),
+            on_round=on_round,
+            on_warning=warn,
+        )
 
     def encode(self, prompt: Prompt, options: GenerateOptions | None = None) -> list[int]:
         """Token ids of a prompt, as the target is fed with them.
@@ -129,28 +198,49 @@ class Engine:
             tokenizer=self.tokenizer,
             template=self.chat_template,
             manifest=self.manifest,
-            vocab_size=self.manifest.engines[Role.TARGET].vocab_size,
+            vocab_size=self.manifest.target_engine.vocab_size,
         )
-        if len(tokens) >= self.max_context:
+        self.check_room(len(tokens))
+        return tokens
+
+    def encode_more(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of what follows a text: no special tokens, no template. Raises UsageError."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=False)
+        return check_ids(prompt, self.manifest.target_engine.vocab_size)
+
+    def check_room(self, length: int) -> None:
+        """Raise ContextFull unless a token fits behind ``length`` tokens."""
+        if length >= self.max_context:
             raise ContextFull(
-                f"prompt: {len(tokens)} tokens do not fit into the context of {self.max_context}"
+                f"prompt: {length} tokens do not fit into the context of {self.max_context}"
                 " with a new one",
                 hint="shorten the prompt, or open the folder with a larger max_context",
             )
-        return tokens
 
     @property
     def max_context(self) -> int:
         """Most tokens of prompt and text together."""
-        assert self.options.max_context is not None
-        return self.options.max_context
+        return self._resources.max_context
 
     @property
-    def target(self) -> Target:
+    def not_tuned(self) -> str | None:
+        """Why the schedule ``auto`` learns what steps cost; None where it reads what was measured.
+
+        Raises FolderError where the tuning file is none.
+        """
+        return self._schedules.not_tuned
+
+    @property
+    def target(self) -> Verifier:
         """The target with its KV buffers. Raises UsageError after ``close``."""
-        if self._target is None:
-            raise UsageError("the engine is closed", hint="load the folder again")
-        return self._target
+        return self._open_lane().target
+
+    def check_free(self) -> None:
+        """Raise UsageError while a generation runs, or after ``close``."""
+        self._open_lane()
+        if self._busy.locked():
+            raise _busy()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless committed tokens and KV lengths belong together."""
@@ -159,8 +249,8 @@ class Engine:
 
     def close(self) -> None:
         """Free sessions and buffers."""
-        self._sessions.clear()
-        self._mtp_drafter = self._progress = self._target = None
+        self._resources.close()
+        self._lane = self._progress = None
 
     def __enter__(self) -> Engine:
         return self
@@ -173,115 +263,75 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _pieces(
-        self,
-        prompt: list[int],
-        options: GenerateOptions,
-        drafter: Drafter | None,
-        on_round: OnRound | None,
-        on_warning: OnWarning,
-    ) -> Generator[str, None, Result]:
+    def exclusively(self, make: Callable[[], Generator[str, None, T]]) -> Generator[str, None, T]:
+        """Run a generation while no other one can. Raises UsageError when one runs already."""
+        with self._held():
+            return (yield from make())
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        self._open_lane()
         if not self._busy.acquire(blocking=False):
-            raise UsageError(
-                "the engine is busy with another generation",
-                hint="finish or close its stream first, or load the folder once per thread",
-            )
+            raise _busy()
         try:
-            return (yield from self._run(prompt, options, drafter, on_round, on_warning))
+            yield
         finally:
             self._busy.release()
 
-    def _run(
-        self,
-        prompt: list[int],
-        options: GenerateOptions,
-        drafter: Drafter | None,
-        on_round: OnRound | None,
-        on_warning: OnWarning,
-    ) -> Generator[str, None, Result]:
-        meter = Meter(prompt_tokens=len(prompt))
-        target = self.target
-        provider = self._sessions[Role.TARGET].get_providers()[0]
-        method = "custom" if drafter is not None else options.method
-        text: list[str] = []
-        tokens: list[int] = []
-        reason: FinishReason = "length"
-        if options.max_new_tokens > 0:
-            target.truncate(0)
-            progress = self._progress = Progress(target, list(prompt))
-            eos = options.eos_token_ids or ()
-            stopping = Stopping(
-                self.tokenizer,
-                eos_token_ids=eos,
-                stop=options.stop,
-                max_tokens=min(options.max_new_tokens, self.max_context - len(prompt)),
+    def _open_lane(self) -> Lane:
+        if self._lane is None:
+            raise UsageError("the engine is closed", hint="load the folder again")
+        return self._lane
+
+    def _stream(self, prompt: Prompt, request: Request) -> TextStream:
+        tokens = self.encode(prompt, request.options)
+
+        def run() -> Generator[str, None, Result]:
+            lane = self._open_lane()
+            lane.target.truncate(0)
+            self._progress = Progress(lane.target, list(tokens))
+            return request.alone(lane, self._progress)
+
+        return TextStream(self.exclusively(run))
+
+    def _batch(self, prompts: Prompts, request: Request) -> list[Result]:
+        if request.drafter is not None:
+            raise UsageError(
+                f"drafter: follows one text and cannot draft for {len(prompts)} prompts",
+                hint="call generate once per prompt, or use a method of the folder",
             )
-            plan = DraftPlan(
-                options.num_assistant_tokens or 0,
-                options.num_assistant_tokens_schedule or "constant",
-                self.manifest.tokenizer.vocab_size,
-                frozenset(eos),
-            )
-            guarded = self._guarded(drafter, options, meter, on_warning)
-            for commit in speculate(progress, guarded, stopping, plan, meter, on_round):
-                tokens += commit.tokens
-                if commit.text:
-                    text.append(commit.text)
-                    yield commit.text
-                reason = commit.reason or reason
-        stats = meter.freeze(method, provider)
-        return Result("".join(text), tokens, reason, stats, options)
+        encoded = [self.encode(prompt, request.options) for prompt in prompts]
 
-    def _guarded(
-        self,
-        drafter: Drafter | None,
-        options: GenerateOptions,
-        meter: Meter,
-        on_warning: OnWarning,
-    ) -> Drafter:
-        """The drafter of this generation. Its failure is a warning, or an error when strict."""
+        with self._held():
+            rows = []
+            for index, tokens in enumerate(encoded):
+                lane = Lane(self._resources)
+                progress = Progress(lane.target, list(tokens))
+                rows.append(Row(request.in_batch(index).run(lane, progress), lane.target))
+            return together(rows)
 
-        def on_failure(error: Exception) -> None:
-            name = "" if isinstance(error, SpecrunError) else f"{type(error).__name__}: "
-            cause = f"the drafter failed: {name}{error}"
-            if options.strict:
-                hint = "without strict, decoding goes on without it"
-                raise EngineError(cause, hint=hint) from error
-            meter.mode = "fallback"
-            on_warning(f"{cause}; going on with plain decoding")
+    def _bad_words(self, options: GenerateOptions) -> tuple[tuple[int, ...], ...]:
+        """``bad_words`` as ids, alone and behind a space, and ``bad_words_ids``."""
+        found = list(options.bad_words_ids or ())
+        for word in options.bad_words:
+            for text in (word, f" {word}"):
+                found.append(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+        return tuple(dict.fromkeys(ids for ids in found if ids))
 
-        if options.num_assistant_tokens == 0:
-            return NoDrafter()
-        meter.mode = "speculative"
-        try:
-            found = drafter if drafter is not None else self._drafter(options)
-        except Exception as error:  # whatever it is, the target can go on without a drafter
-            on_failure(error)
-            return NoDrafter()
-        return GuardedDrafter(found, on_failure)
+    def _warn_of_defaults(self, warn: OnWarning) -> None:
+        """Say once what the checkpoint asks for and is not done."""
+        asked = unsupported_defaults(self.manifest.generation.defaults)
+        if asked and not self._warned:
+            listed = ", ".join(f"{name} {value}" for name, value in sorted(asked.items()))
+            warn(f"the checkpoint's generation defaults are not all supported; ignored: {listed}")
+        self._warned = True
 
-    def _drafter(self, options: GenerateOptions) -> Drafter:
-        if options.method == "prompt-lookup":
-            return NgramDrafter(options.max_matching_ngram_size)
-        if self._mtp_drafter is None:
-            self._mtp_drafter = MtpDrafter(
-                self._session(Role.MTP_DRAFTER),
-                self.manifest.engines[Role.MTP_DRAFTER],
-                self.target.kv,
-            )
-        return self._mtp_drafter
 
-    def _session(self, role: Role) -> Any:
-        if role not in self._sessions:
-            spec = self.manifest.engines[role]
-            assert self.options.threads is not None
-            self._sessions[role] = ort.open_session(
-                self.folder / spec.file,
-                spec,
-                threads=self.options.threads,
-                device=self.options.device,
-            )
-        return self._sessions[role]
+def _busy() -> UsageError:
+    return UsageError(
+        "the engine is busy with another generation",
+        hint="finish or close its stream first, or load the folder once per thread",
+    )
 
 
 def _warn(message: str) -> None:

@@ -6,25 +6,26 @@ Plain decoding is the same loop with empty proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specrun.accept import accept_greedy
-from specrun.drafters.base import Drafter
-from specrun.options import ScheduleName
-from specrun.schedule import next_num_draft
+from specrun.drafters.base import Drafter, Proposal
+from specrun.judge import Judge, TokenLogprob
+from specrun.schedule import Schedule
 from specrun.stats import Meter
 from specrun.stopping import FinishReason, Stopping
-from specrun.target import Target
+from specrun.target import Rows, Verifier
 
 
 @dataclass(frozen=True)
 class Round:
     """What one round did, for whoever watches. ``emitted`` is what a cut left of
-    ``proposal[:accepted]`` and ``token``; the target's KV holds ``committed_length - 1`` rows."""
+    ``proposal[:accepted]`` and ``token``; the target's KV holds ``committed_length - 1`` rows.
+    ``sequence``: of a batch, which one."""
 
     index: int
     num_draft: int
@@ -33,9 +34,29 @@ class Round:
     token: int
     emitted: tuple[int, ...]
     committed_length: int
+    sequence: int = 0
 
 
 OnRound = Callable[[Round], None]
+
+
+class Block(NamedTuple):
+    """Tokens ``[1, rows]`` that the target is to verify now; answered with what it says.
+
+    ``meter``: stands still meanwhile, and is to be switched while the target runs.
+    """
+
+    tokens: NDArray[np.int64]
+    want_logits: bool
+    meter: Meter
+
+    def verify(self, target: Verifier) -> Rows:
+        """What ``target`` says, timed."""
+        self.meter.switch("verify")
+        try:
+            return target.verify(self.tokens, want_logits=self.want_logits)
+        finally:
+            self.meter.switch(None)
 
 
 class Commit(NamedTuple):
@@ -44,40 +65,45 @@ class Commit(NamedTuple):
     tokens: list[int]
     text: str
     reason: FinishReason | None
+    logprobs: list[TokenLogprob]
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How much to draft. ``num_draft``: in the first round. Ids from ``vocab_size`` on do not
-    exist in the tokenizer and are not drafted; nor is anything behind one of ``end_ids``."""
+    """How much to draft. Ids from ``vocab_size`` on do not exist in the tokenizer and are not
+    drafted; nor is anything behind one of ``end_ids``."""
 
-    num_draft: int
-    schedule: ScheduleName
+    schedule: Schedule
     vocab_size: int
     end_ids: frozenset[int]
 
-    def usable(self, proposal: Sequence[int]) -> list[int]:
-        """The part of a drafter's proposal that is worth verifying."""
-        kept: list[int] = []
-        for token in proposal:
+    def usable(self, proposal: Proposal) -> Proposal:
+        """The part of a drafter's proposal that is worth verifying.
+
+        A token is dropped by its value only where the target cannot say it either, or behind one
+        that stays: anything else would change the law of what is sampled.
+        """
+        kept = 0
+        for token in proposal.tokens:
             if not 0 <= token < self.vocab_size:
                 break
-            kept.append(token)
+            kept += 1
             if token in self.end_ids:
                 break
-        return kept
+        q = proposal.q
+        return Proposal(proposal.tokens[:kept], None if q is None else q[:kept])
 
 
 @dataclass
 class Progress:
     """The committed tokens, prompt first, and the target that has all but the last in its KV."""
 
-    target: Target
+    target: Verifier
     committed: list[int]
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the lengths belong together. Holds between rounds."""
-        self.target.kv.check_integrity()
+        self.target.check_integrity()
         if self.target.length != len(self.committed) - 1:
             raise RuntimeError(
                 f"the KV holds {self.target.length} rows for {len(self.committed)} tokens"
@@ -87,79 +113,118 @@ class Progress:
 def speculate(
     progress: Progress,
     drafter: Drafter,
+    judge: Judge,
     stopping: Stopping,
     plan: DraftPlan,
     meter: Meter,
     on_round: OnRound | None = None,
-) -> Generator[Commit, None, None]:
+) -> Generator[Commit | Block, Rows | None, None]:
     """Generate from ``progress.committed``, the prompt, until ``stopping`` gives a reason.
 
-    The target must be empty and ``stopping`` allow a token. Raises EngineError when the target
-    fails; errors of the drafter pass through.
+    A ``Block`` asks whoever drives the loop to run the target, which may be done for several texts
+    at once; the ``Rows`` come back by ``send``. Everything else it yields is committed.
+
+    The target may hold the first rows of the prompt already, all but the last at most, and
+    ``stopping`` must allow a token. Raises EngineError when the target fails; errors of the drafter
+    pass through.
     """
-    target, committed = progress.target, progress.committed
+    target, committed, schedule = progress.target, progress.committed, plan.schedule
 
-    meter.switch("prefill")
-    rows = target.prefill(np.array([committed], dtype=np.int64))
-    token = int(rows.argmax[0, 0])
-    meter.switch("draft")
-    drafter.begin(committed)
-    drafter.observe([token], rows.hidden[:, 0])
-
+    rows = _prefill(progress, drafter, judge, meter)
     meter.switch("other")
+    token = judge.judge(committed, Proposal([]), rows).token
+    logprobs = judge.logprobs_of([token], rows)
     cut = stopping.take([token])
     committed.append(token)
     meter.emitted += 1
+    meter.switch("draft")
+    drafter.observe([token], rows.hidden[0])
     meter.switch(None)
-    yield Commit([token], cut.text, cut.reason)
+    yield Commit([token], cut.text, cut.reason, logprobs)
 
-    num_draft = plan.num_draft
     index = 0
     while cut.reason is None:
         # The target adds a token of its own, so a proposal may fill all but one of what remains.
+        before = meter.times()
         meter.switch("draft")
-        most = drafter.max_drafts
+        num_draft, most = schedule.num_draft, drafter.max_drafts
         wanted = min(num_draft, stopping.remaining - 1, num_draft if most is None else most)
-        proposal = plan.usable(drafter.propose(wanted)[:wanted]) if wanted > 0 else []
+        proposal = Proposal([])
+        if wanted > 0:
+            proposal = plan.usable(_propose(drafter, wanted, judge))
 
         # Row 0 is the last committed token, which no run has seen yet; row i is draft i - 1.
-        meter.switch("verify")
-        rows = target.verify(np.array([[committed[-1], *proposal]], dtype=np.int64))
+        meter.switch(None)
+        tokens: NDArray[np.int64] = np.array([[committed[-1], *proposal.tokens]], dtype=np.int64)
+        answer = yield Block(tokens, judge.wants_logits, meter)
+        assert answer is not None, "a block is answered with rows"
+        rows = answer
 
         meter.switch("other")
-        verdict = accept_greedy(proposal, rows.argmax[0].tolist())
-        accepted, token = verdict.count, verdict.token
-        block = [*proposal[:accepted], token]
-        cut = stopping.take(block)
-        emitted = block[: cut.kept]
+        verdict = judge.judge(committed, proposal, rows)
+        drafts, accepted, token = proposal.tokens, verdict.count, verdict.token
+        found = [*drafts[:accepted], token]
+        cut = stopping.take(found)
+        emitted = found[: cut.kept]
+        logprobs = judge.logprobs_of(emitted, rows)
         stood = len(committed) + min(accepted, cut.kept)
         committed.extend(emitted)
         # [0, committed - 1) stands in the KV; the last token is not fed yet (or its row, in a
         # block that was cut, is dropped); [committed - 1, ...) were rejected or cut off.
         target.truncate(len(committed) - 1)
-        meter.count_round(num_draft, len(proposal), accepted, cut.kept)
+        meter.count_round(num_draft, len(drafts), accepted, cut.kept)
 
         meter.switch("draft")
         drafter.truncate(stood)
-        drafter.observe(emitted, rows.hidden[:, len(emitted) - 1])
-        if wanted > 0:
-            num_draft = next_num_draft(
-                plan.schedule, num_draft, drafted=len(proposal), accepted=accepted, most=most
-            )
-
+        drafter.observe(emitted, rows.hidden[0, : len(emitted)])
         meter.switch("other")
+        if wanted > 0 or num_draft == 0:
+            draft_seconds, verify_seconds = meter.since(before)
+            schedule.update(
+                drafted=len(drafts),
+                accepted=accepted,
+                most=most,
+                draft_seconds=draft_seconds,
+                verify_seconds=verify_seconds,
+            )
         if on_round is not None:
             on_round(
                 Round(
-                    index,
-                    meter.num_draft_by_round[-1],
-                    tuple(proposal),
-                    accepted,
-                    token,
-                    tuple(emitted),
-                    len(committed),
+                    index, num_draft, tuple(drafts), accepted, token, tuple(emitted), len(committed)
                 )
             )
         index += 1
         meter.switch(None)
-        yield Commit(emitted, cut.text, cut.reason)
+        yield Commit(emitted, cut.text, cut.reason, logprobs)
+
+
+def _prefill(progress: Progress, drafter: Drafter, judge: Judge, meter: Meter) -> Rows:
+    """Both read the prompt; the drafter sees the target's hidden rows where it needs them."""
+    prompt, target = progress.committed, progress.target
+    meter.switch("draft")
+    by_rows = drafter.needs_prompt_rows
+    if by_rows:
+        target.truncate(0)  # rows that are in the KV already are not returned again
+    drafter.begin(prompt[:1] if by_rows else prompt)
+
+    def on_rows(start: int, hidden: NDArray[np.float32]) -> None:
+        # Row i gave token i + 1. The row of the last token gives one that is not known yet.
+        known = prompt[start + 1 : start + 1 + len(hidden)]
+        meter.switch("draft")
+        if known:
+            drafter.observe(known, hidden[: len(known)])
+        meter.switch("prefill")
+
+    meter.switch("prefill")
+    return target.prefill(
+        np.array([prompt[target.length :]], dtype=np.int64),
+        want_logits=judge.wants_logits,
+        on_rows=on_rows if by_rows else None,
+    )
+
+
+def _propose(drafter: Drafter, count: int, judge: Judge) -> Proposal:
+    """What the drafter proposes, cut to ``count``; plain tokens are drafts that were certain."""
+    given = drafter.propose(count, judge.sampler)
+    tokens, q = given if isinstance(given, Proposal) else (list(given), None)
+    return Proposal(list(tokens[:count]), None if q is None else list(q[:count]))

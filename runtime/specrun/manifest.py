@@ -9,20 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from specrun import contract
-from specrun.contract import DType, KvLayer, Role, TensorSpec
+from specrun.contract import (
+    BACK_ENGINE,
+    FRONT_ENGINE,
+    HEAD_ENGINE,
+    TARGET_ENGINE,
+    DType,
+    KvLayer,
+    Role,
+    SplitContract,
+    TensorSpec,
+)
 from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError
+from specrun.options import ScheduleName
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 HASH_ALWAYS_BELOW = 64 << 20  # bytes; larger files are hashed by verify="full" only
 REEXPORT = "export the folder again with specexport"
+
+# Methods that need something in the folder; plain decoding and prompt lookup need the target only.
+DraftMethod = Literal["mtp-drafter", "mtp", "draft", "early-exit", "universal"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,7 @@ class MtpContract:
 
     ``kv_map``: attention type -> target layer whose KV buffers it reads. ``windows``: rows that a
     sliding layer sees before the token itself (the assistant adds none to the KV).
+    ``candidates``: the most likely tokens of a step, of which one is drawn.
     """
 
     concat_order: tuple[Literal["embedding", "hidden"], ...]
@@ -90,23 +105,42 @@ class MtpContract:
     windows: dict[str, int | None]
     head: Literal["plain", "centroid"]
     candidates: int
-    max_num_draft: int
-    num_assistant_tokens: int
-    schedule: Literal["constant", "heuristic"]
-    target_sha256: str
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_assistant_tokens <= self.max_num_draft:
-            raise ValueError(
-                f"num_assistant_tokens must be in 1..{self.max_num_draft},"
-                f" got {self.num_assistant_tokens}"
-            )
+        if self.candidates < 1:
+            raise ValueError(f"candidates must be at least 1, got {self.candidates}")
+
+
+@dataclass(frozen=True)
+class MtpLayerContract:
+    """How one MTP layer of the target's checkpoint is fed, taken from the reference code.
+
+    ``layer``: counted from 0. ``hidden``: whose hidden rows it gets. ``position``: of the token of
+    a row. ``reapply``: its own state may be fed back to it, for more drafts than layers.
+    """
+
+    layer: int
+    num_layers: int
+    concat_order: tuple[Literal["embedding", "hidden"], ...]
+    hidden: Literal["target_after_norm", "previous_layer"]
+    position: Literal["row + 1 + layer"]
+    reapply: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.layer < self.num_layers:
+            raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {self.layer}")
+        if (self.layer == 0) != (self.hidden == "target_after_norm"):
+            raise ValueError(f"layer {self.layer} cannot be fed the hidden rows of {self.hidden}")
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: its file, how it is run and every tensor that crosses its border."""
+    """One engine: its file, how it is run and every tensor that crosses its border.
 
+    ``all_hidden``: the hidden state of every row is returned, not of the wanted rows only.
+    """
+
+    role: Role
     file: str
     backend: Literal["onnxruntime"]
     precision: Literal["fp32", "fp16"]
@@ -114,15 +148,50 @@ class EngineSpec:
     vocab_size: int
     kv_dtype: DType
     kv: tuple[KvLayer, ...]
+    all_hidden: bool
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     requires: Requires
-    mtp: MtpContract | None
+    mtp: MtpContract | None = None
+    mtp_layer: MtpLayerContract | None = None
+    split: SplitContract | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV per token of one sequence that this engine's buffers take."""
         return contract.kv_bytes_per_token(self.kv, self.kv_dtype)
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """What a drafting method needs and how it starts; the key in the manifest is the method.
+
+    ``source``: None where the drafter is part of the target's own checkpoint. ``engines``: names
+    of those it runs beside the target's. ``max_num_draft``: most tokens of one proposal, None for
+    any number. ``max_context``: tokens that the drafter can follow, None for the target's.
+    ``target_sha256``, ``tokenizer_sha256``: the target and the target's tokenizer that it was
+    exported for. ``tokenizer``: the drafter's own, None if it is the target's up to padding.
+    """
+
+    source: Source | None
+    engines: tuple[str, ...]
+    max_num_draft: int | None
+    num_assistant_tokens: int
+    schedule: ScheduleName
+    target_sha256: str
+    tokenizer_sha256: str
+    max_context: int | None = None
+    tokenizer: TokenizerSpec | None = None
+
+    def __post_init__(self) -> None:
+        most = self.max_num_draft
+        least = "at least 1" if most is None else f"in 1..{most}"
+        if self.num_assistant_tokens < 1 or (most or self.num_assistant_tokens) < (
+            self.num_assistant_tokens
+        ):
+            raise ValueError(
+                f"num_assistant_tokens must be {least}, got {self.num_assistant_tokens}"
+            )
 
 
 @dataclass(frozen=True)
@@ -165,67 +234,139 @@ class ParityReport:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about an engine folder."""
+    """Everything about an engine folder. ``drafters``: method -> what drafts by it."""
 
     format: int
     target: Source
-    drafter: Source | None
+    drafters: dict[DraftMethod, DrafterSpec]
     tokenizer: TokenizerSpec
     generation: Generation
-    engines: dict[Role, EngineSpec]
+    engines: dict[str, EngineSpec]
     files: tuple[FileEntry, ...]
     versions: dict[str, str]
     parity: ParityReport | None
 
     def __post_init__(self) -> None:
-        if Role.TARGET not in self.engines:
+        if not {TARGET_ENGINE, FRONT_ENGINE} & self.engines.keys():
             raise DecodeError("engines: field 'target' is missing")
         listed = {entry.path for entry in self.files}
-        wanted = {engine.file for engine in self.engines.values()} | {self.tokenizer.file}
-        if self.tokenizer.chat_template is not None:
-            wanted.add(self.tokenizer.chat_template)
+        tokenizers = [self.tokenizer, *(d.tokenizer for d in self.drafters.values() if d.tokenizer)]
+        wanted = {engine.file for engine in self.engines.values()}
+        wanted |= {spec.file for spec in tokenizers}
+        wanted |= {spec.chat_template for spec in tokenizers if spec.chat_template is not None}
         if missing := sorted(wanted - listed):
             raise DecodeError(f"files: {missing[0]!r} is used and not listed")
-        for role, engine in self.engines.items():
-            _check_engine(role, engine)
+        for spec in tokenizers:
+            if self._sha256(spec.file) != spec.sha256:
+                raise DecodeError(f"tokenizer.sha256: is not that of {spec.file}")
+        for name, engine in self.engines.items():
+            _check_engine(name, engine)
+        self._check_parts()
         self._check_ids()
-        self._check_pair()
+        for method, drafter in self.drafters.items():
+            self._check_drafter(method, drafter)
+
+    @property
+    def target_engine(self) -> EngineSpec:
+        """The target; of a target in parts the last one, which has vocabulary and hidden size."""
+        whole = self.engines.get(TARGET_ENGINE)
+        return whole if whole is not None else self.engines[HEAD_ENGINE]
+
+    @property
+    def target_sha256(self) -> str:
+        """What a drafter is bound to: the hash of the target's first graph."""
+        first = self.engines.get(TARGET_ENGINE) or self.engines[FRONT_ENGINE]
+        return self._sha256(first.file)
+
+    @property
+    def target_kv(self) -> tuple[KvLayer, ...]:
+        """The KV buffers of all layers of the target, in layer order."""
+        parts = (self.engines.get(name) for name in (TARGET_ENGINE, FRONT_ENGINE, BACK_ENGINE))
+        return tuple(kv for part in parts if part is not None for kv in part.kv)
+
+    def _check_parts(self) -> None:
+        """A target in parts has all of them, cut at the same place."""
+        front = self.engines.get(FRONT_ENGINE)
+        if front is None:
+            return
+        names = [FRONT_ENGINE, HEAD_ENGINE]
+        if front.split is not None and front.split.has_back:
+            names.append(BACK_ENGINE)
+        for name in names:
+            if name not in self.engines:
+                raise DecodeError(f"engines: field {name!r} is missing")
+            if self.engines[name].split != front.split:
+                raise DecodeError(f"engines.{name}.split: must be that of the front")
 
     def _check_ids(self) -> None:
         """Special ids are tokens of the target or its tokenizer, which may be padded apart."""
-        vocab = max(self.engines[Role.TARGET].vocab_size, self.tokenizer.vocab_size)
+        vocab = max(self.target_engine.vocab_size, self.tokenizer.vocab_size)
         given = self.generation
         ids: list[tuple[str, int | None]] = [("eos_token_ids", i) for i in given.eos_token_ids]
         ids += [("bos_token_id", given.bos_token_id), ("pad_token_id", given.pad_token_id)]
         for name, value in ids:
             if value is not None and not 0 <= value < vocab:
                 raise DecodeError(f"generation.{name}: must be in 0..{vocab - 1}, got {value}")
-        if self._sha256(self.tokenizer.file) != self.tokenizer.sha256:
-            raise DecodeError("tokenizer.sha256: is not that of the file")
 
-    def _check_pair(self) -> None:
-        """The drafter's declared KV, hidden width and target must be those of this target."""
-        drafter = self.engines.get(Role.MTP_DRAFTER)
-        if drafter is None:
-            return
-        target = self.engines[Role.TARGET]
-        where = "engines.mtp_drafter"
+    def _check_drafter(self, method: str, drafter: DrafterSpec) -> None:
+        """Its engines are there and made for this target."""
+        where = f"drafters.{method}"
+        if (drafter.tokenizer is not None) != (method == "universal"):
+            raise DecodeError(f"{where}.tokenizer: only a universal drafter has one, and needs it")
+        if method == "early-exit" and FRONT_ENGINE not in self.engines:
+            raise DecodeError(f"{where}: needs a target in parts, the folder has a whole one")
+        if method in ("draft", "universal") and len(drafter.engines) != 1:
+            raise DecodeError(f"{where}.engines: must be one engine, got {list(drafter.engines)}")
+        if missing := sorted(set(drafter.engines) - self.engines.keys()):
+            raise DecodeError(f"{where}.engines: {missing[0]!r} is not among the engines")
+        if drafter.target_sha256 != self.target_sha256:
+            raise DecodeError(
+                f"{where}.target_sha256: this drafter was exported for target"
+                f" {drafter.target_sha256[:12]}, the folder holds {self.target_sha256[:12]}"
+            )
+        if drafter.tokenizer_sha256 != self.tokenizer.sha256:
+            raise DecodeError(
+                f"{where}.tokenizer_sha256: this drafter was exported for tokenizer"
+                f" {drafter.tokenizer_sha256[:12]}, the folder has {self.tokenizer.sha256[:12]}"
+            )
+        for name in drafter.engines:
+            engine = self.engines[name]
+            if engine.role is Role.MTP_DRAFTER:
+                self._check_mtp_drafter(name, engine)
+            elif engine.role is Role.MTP_LAYER:
+                self._check_mtp_layer(name, engine, drafter)
+
+    def _check_hidden_size(self, name: str, engine: EngineSpec) -> None:
+        """A drafter that reads the target's hidden states has its width."""
+        target = self.target_engine
+        if engine.hidden_size != target.hidden_size:
+            raise DecodeError(
+                f"engines.{name}.hidden_size: must be the target's {target.hidden_size},"
+                f" got {engine.hidden_size}"
+            )
+
+    def _check_mtp_layer(self, name: str, engine: EngineSpec, drafter: DrafterSpec) -> None:
+        """The layers stand in their order, all of them, and have the target's widths."""
+        layer = engine.mtp_layer
+        if layer is None:
+            raise DecodeError(f"engines.{name}: field 'mtp_layer' is missing")
+        self._check_hidden_size(name, engine)
+        if engine.vocab_size != self.target_engine.vocab_size:
+            raise DecodeError(f"engines.{name}.vocab_size: must be the target's")
+        if engine.kv_dtype != self.target_engine.kv_dtype:
+            raise DecodeError(f"engines.{name}.kv_dtype: must be the target's")
+        if len(drafter.engines) != layer.num_layers or drafter.engines.index(name) != layer.layer:
+            raise DecodeError(f"engines.{name}.mtp_layer: is not its place among the drafter's")
+
+    def _check_mtp_drafter(self, name: str, drafter: EngineSpec) -> None:
+        """The drafter's declared KV and hidden width must be those of this target."""
+        where = f"engines.{name}"
         if drafter.mtp is None:
             raise DecodeError(f"{where}: field 'mtp' is missing")
-        if drafter.mtp.target_sha256 != self._sha256(target.file):
-            raise DecodeError(
-                f"{where}.mtp.target_sha256: this drafter was exported for target"
-                f" {drafter.mtp.target_sha256[:12]}, the folder holds"
-                f" {self._sha256(target.file)[:12]}"
-            )
-        if drafter.hidden_size != target.hidden_size:
-            raise DecodeError(
-                f"{where}.hidden_size: must be the target's {target.hidden_size},"
-                f" got {drafter.hidden_size}"
-            )
-        owned = {kv.layer: kv for kv in target.kv}
+        self._check_hidden_size(name, drafter)
+        owned = {kv.layer: kv for kv in self.target_kv}
         for kv in drafter.kv:
-            if kv != owned.get(kv.layer) or drafter.kv_dtype != target.kv_dtype:
+            if kv != owned.get(kv.layer) or drafter.kv_dtype != self.target_engine.kv_dtype:
                 raise DecodeError(f"{where}.kv: layer {kv.layer} is not the target's buffer")
         if {kv.layer for kv in drafter.kv} != set(drafter.mtp.kv_map.values()):
             raise DecodeError(f"{where}.mtp.kv_map: must name the layers in kv")
@@ -234,38 +375,99 @@ class Manifest:
         return next(entry.sha256 for entry in self.files if entry.path == path)
 
 
-def expected_io(
-    role: Role, engine: EngineSpec
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+Io = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
+
+
+def expected_io(engine: EngineSpec) -> Io:
     """Inputs and outputs that the contract asks of an engine with these properties."""
-    if role is Role.TARGET:
-        return (
-            contract.target_inputs(engine.kv, engine.kv_dtype),
-            contract.target_outputs(
-                engine.kv, engine.kv_dtype, engine.vocab_size, engine.hidden_size
-            ),
-        )
-    if engine.mtp is None:
-        raise DecodeError(f"engines.{role.value}: field 'mtp' is missing")
-    sparse = engine.mtp.head == "centroid"
+    return _IO[engine.role](engine)
+
+
+def _target_io(engine: EngineSpec) -> Io:
     return (
-        contract.mtp_drafter_inputs(engine.kv, engine.kv_dtype, engine.hidden_size),
-        contract.mtp_drafter_outputs(engine.mtp.candidates, sparse),
+        contract.target_inputs(engine.kv, engine.kv_dtype),
+        contract.target_outputs(
+            engine.kv,
+            engine.kv_dtype,
+            engine.vocab_size,
+            engine.hidden_size,
+            all_hidden=engine.all_hidden,
+        ),
     )
 
 
-def _check_engine(role: Role, engine: EngineSpec) -> None:
-    inputs, outputs = expected_io(role, engine)
-    for name, wanted, got in (
+def _mtp_drafter_io(engine: EngineSpec) -> Io:
+    if engine.mtp is None:
+        raise DecodeError(f"engine {engine.file}: field 'mtp' is missing")
+    candidates = engine.mtp.candidates
+    return (
+        contract.mtp_drafter_inputs(engine.kv, engine.kv_dtype, engine.hidden_size, candidates),
+        contract.mtp_drafter_outputs(candidates),
+    )
+
+
+def _mtp_layer_io(engine: EngineSpec) -> Io:
+    return (
+        contract.mtp_layer_inputs(engine.kv, engine.kv_dtype, engine.hidden_size),
+        contract.mtp_layer_outputs(
+            engine.kv, engine.kv_dtype, engine.vocab_size, engine.hidden_size
+        ),
+    )
+
+
+def _split(engine: EngineSpec) -> SplitContract:
+    if engine.split is None:
+        raise DecodeError(f"engine {engine.file}: field 'split' is missing")
+    return engine.split
+
+
+def _front_io(engine: EngineSpec) -> Io:
+    split = _split(engine)
+    return (
+        contract.front_inputs(engine.kv, engine.kv_dtype, split),
+        contract.front_outputs(engine.kv, engine.kv_dtype, engine.hidden_size, split),
+    )
+
+
+def _back_io(engine: EngineSpec) -> Io:
+    split = _split(engine)
+    return (
+        contract.back_inputs(engine.kv, engine.kv_dtype, engine.hidden_size, split),
+        contract.back_outputs(engine.kv, engine.kv_dtype, engine.hidden_size, split),
+    )
+
+
+def _head_io(engine: EngineSpec) -> Io:
+    return (
+        contract.head_inputs(engine.kv_dtype, engine.hidden_size),
+        contract.head_outputs(engine.kv_dtype, engine.vocab_size, engine.hidden_size),
+    )
+
+
+_IO: dict[Role, Callable[[EngineSpec], Io]] = {
+    Role.TARGET: _target_io,
+    Role.MTP_DRAFTER: _mtp_drafter_io,
+    Role.MTP_LAYER: _mtp_layer_io,
+    Role.FRONT: _front_io,
+    Role.BACK: _back_io,
+    Role.HEAD: _head_io,
+}
+
+
+def _check_engine(name: str, engine: EngineSpec) -> None:
+    if engine.role not in _IO:
+        raise DecodeError(f"engines.{name}.role: {engine.role.value!r} cannot be run")
+    inputs, outputs = expected_io(engine)
+    for what, wanted, got in (
         ("inputs", inputs, engine.inputs),
         ("outputs", outputs, engine.outputs),
     ):
         for want in wanted:
             if want not in got:
-                raise DecodeError(f"engines.{role.value}.{name}: must hold {want}")
+                raise DecodeError(f"engines.{name}.{what}: must hold {want}")
         if len(got) != len(wanted):
             extra = sorted({spec.name for spec in got} - {spec.name for spec in wanted})
-            raise DecodeError(f"engines.{role.value}.{name}: not in the contract: {extra}")
+            raise DecodeError(f"engines.{name}.{what}: not in the contract: {extra}")
 
 
 def dumps(manifest: Manifest) -> str:
@@ -297,13 +499,13 @@ def read(
     folder: Path,
     *,
     verify: Literal["quick", "full"] = "quick",
-    may_miss: Collection[Role] = (),
+    drafters_may_miss: bool = False,
 ) -> Manifest:
     """Read and verify the manifest of an engine folder.
 
     ``verify="quick"`` checks the size of every file and the sha256 of those under 64 MiB;
-    ``"full"`` hashes every file. The engine file of a role in ``may_miss`` may be absent (its
-    use is an error then), but not another one than listed. Raises FolderError.
+    ``"full"`` hashes every file. With ``drafters_may_miss`` files of drafting engines may be
+    absent (their use is an error then), but not others than listed. Raises FolderError.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -317,7 +519,8 @@ def read(
     except UnicodeDecodeError as error:
         raise FolderError(f"{path}: not UTF-8 text: {error}", hint=REEXPORT) from error
     manifest = loads(text, str(path))
-    optional = {engine.file for role, engine in manifest.engines.items() if role in may_miss}
+    drafting = {name for drafter in manifest.drafters.values() for name in drafter.engines}
+    optional = {manifest.engines[name].file for name in drafting if drafters_may_miss}
     for entry in manifest.files:
         if entry.path in optional and not (folder / entry.path).exists():
             continue

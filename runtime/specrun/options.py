@@ -7,20 +7,24 @@ the value it got and what it may be.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from specrun.errors import UsageError
 
-Method = Literal["auto", "plain", "mtp-drafter", "prompt-lookup"]
-ScheduleName = Literal["constant", "heuristic"]
+Method = Literal[
+    "auto", "plain", "mtp-drafter", "mtp", "draft", "universal", "early-exit", "prompt-lookup"
+]
+ScheduleName = Literal["constant", "heuristic", "heuristic_transient", "auto"]
 Verify = Literal["quick", "full"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 DEFAULT_NUM_ASSISTANT_TOKENS = 5  # where the manifest names none
+DEFAULT_MAX_NEW_TOKENS = 256
 
 T = TypeVar("T", bound="EngineOptions | GenerateOptions")
 
@@ -37,6 +41,7 @@ class EngineOptions:
     ``device``: where engines run; a device that is not there is an error, never another device.
     ``verify``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
     ``prefill_chunk``: prompt tokens per target run.
+    ``tuning``: a file that ``specrun tune --out`` wrote (None: the folder's own, if it has one).
     """
 
     threads: int | None = None
@@ -44,6 +49,7 @@ class EngineOptions:
     device: str = "cpu"
     verify: Verify = "quick"
     prefill_chunk: int = 512
+    tuning: str | None = None
 
     def __post_init__(self) -> None:
         _at_least("threads", self.threads, 1)
@@ -61,11 +67,26 @@ class EngineOptions:
 class GenerateOptions:
     """How one text is generated. Lengths in tokens.
 
-    ``max_new_tokens``: 0 is an empty result without a run of the target.
-    ``num_assistant_tokens``: drafted per round (None: the manifest's, or 5; 0: plain decoding).
-    ``num_assistant_tokens_schedule``: how that changes from round to round (None: the
-    manifest's, or constant).
+    What is None is the checkpoint's own default, as the manifest has it, else what is in
+    parentheses. Sampling is on with ``do_sample``, a ``temperature`` above 0 or one of the options
+    that only sampling has.
+
+    ``max_new_tokens``: (256) 0 is an empty result without a run of the target.
+    ``num_assistant_tokens``: drafted per round (the drafter's, or 5); 0: plain decoding.
+    ``num_assistant_tokens_schedule``: how that changes from round to round (the drafter's, or
+    constant).
+    ``assistant_confidence_threshold``: a proposal ends with a draft less probable than this (0).
     ``max_matching_ngram_size``: longest n-gram that prompt lookup searches for.
+    ``ensemble_weight``: verify against a mix of so much target and the rest drafter; 1 is
+    lossless, less is not.
+    ``do_sample``: draw tokens instead of taking the most probable (False).
+    ``temperature``: (1) 0 is greedy. ``top_k``, ``top_p``, ``min_p``, ``typical_p``: as in
+    transformers (off).
+    ``seed``: of this generation's random numbers; row i of a batch has ``seed + i`` (a new one).
+    ``repetition_penalty``: (1). ``no_repeat_ngram_size``, ``min_new_tokens``: (0).
+    ``bad_words``: texts that must not come. ``bad_words_ids``: the same as token ids.
+    ``logit_bias``: token id -> what is added to its logit.
+    ``logprobs``: report the log-probability of every token, and so many alternatives.
     ``eos_token_ids``: end ids (None: the manifest's; an int, a list, or an empty list for none).
     ``stop``: strings that end the text; they are not part of it.
     ``raw``: take a text prompt as it is, without the chat template.
@@ -73,11 +94,27 @@ class GenerateOptions:
     ``strict``: a drafter that fails is an error instead of plain decoding with a warning.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     method: Method = "auto"
     num_assistant_tokens: int | None = None
     num_assistant_tokens_schedule: ScheduleName | None = None
+    assistant_confidence_threshold: float | None = None
     max_matching_ngram_size: int = 2
+    ensemble_weight: float = 1.0
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_new_tokens: int | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
     raw: bool = False
@@ -85,20 +122,80 @@ class GenerateOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("max_new_tokens", self.max_new_tokens, 0)
         _one_of("method", self.method, METHODS)
-        _at_least("num_assistant_tokens", self.num_assistant_tokens, 0)
-        if self.num_assistant_tokens_schedule is not None:
+        if isinstance(self.num_assistant_tokens_schedule, str):
             name = "num_assistant_tokens_schedule"
-            _one_of(name, self.num_assistant_tokens_schedule, SCHEDULES)
-        _at_least("max_matching_ngram_size", self.max_matching_ngram_size, 1)
+            spelled = self.num_assistant_tokens_schedule.replace("-", "_")
+            object.__setattr__(self, name, spelled)
+            _one_of(name, spelled, SCHEDULES)
+        for name, least in _LEAST.items():
+            _at_least(name, getattr(self, name), least)
+        for name, bounds in _BOUNDS.items():
+            _within(name, getattr(self, name), bounds)
         object.__setattr__(self, "eos_token_ids", _ids("eos_token_ids", self.eos_token_ids))
         object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_words_ids", _id_lists("bad_words_ids", self.bad_words_ids))
+        object.__setattr__(self, "logit_bias", _bias("logit_bias", self.logit_bias))
+        self._check_sampling()
         if self.system is not None and self.raw:
             raise UsageError(
                 f"system: got {self.system!r} together with raw, which skips the chat template",
                 hint="give one of the two",
             )
+
+    def _check_sampling(self) -> None:
+        if self.do_sample is not False:
+            return
+        for name in SAMPLING_ONLY:
+            if getattr(self, name):
+                raise UsageError(
+                    f"{name}: has no effect with do_sample False, got {getattr(self, name)!r}",
+                    hint=f"leave {name} or do_sample out",
+                )
+
+
+SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+_LEAST = {
+    "max_new_tokens": 0,
+    "num_assistant_tokens": 0,
+    "max_matching_ngram_size": 1,
+    "top_k": 0,
+    "seed": 0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "logprobs": 0,
+}
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Values between the two; ``open_below``: the lower one itself is not allowed."""
+
+    low: float
+    high: float
+    open_below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_below else value >= self.low
+        return above and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        least = "above" if self.open_below else "of at least"
+        most = "" if math.isinf(self.high) else f" and at most {self.high:g}"
+        return f"a number {least} {self.low:g}{most}"
+
+
+_BOUNDS = {
+    "assistant_confidence_threshold": _Range(0, 1),
+    "ensemble_weight": _Range(0, 1, open_below=True),
+    "temperature": _Range(0, math.inf),
+    "top_p": _Range(0, 1, open_below=True),
+    "min_p": _Range(0, 1),
+    "typical_p": _Range(0, 1, open_below=True),
+    "repetition_penalty": _Range(0, math.inf, open_below=True),
+}
 
 
 def build(cls: type[T], values: Mapping[str, Any], base: T | None = None) -> T:
@@ -129,6 +226,16 @@ def _at_least(name: str, value: object, least: int) -> None:
         )
 
 
+def _within(name: str, value: object, bounds: _Range) -> None:
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or float(cast(float, value)) not in bounds:
+        raise UsageError(
+            f"{name}: must be {bounds}, got {value!r}", hint=f"give {name} another value"
+        )
+
+
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         listed = ", ".join(choices)
@@ -137,7 +244,7 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
-def _ids(name: str, value: object) -> tuple[int, ...] | None:
+def _ids(name: str, value: object, *, unique: bool = True) -> tuple[int, ...] | None:
     if value is None:
         return None
     items = [value] if isinstance(value, int) else value
@@ -150,7 +257,7 @@ def _ids(name: str, value: object) -> tuple[int, ...] | None:
             hint="give one id, a list of ids, or an empty list for no end id",
         )
     assert isinstance(items, (list, tuple, set, frozenset))
-    return tuple(dict.fromkeys(items))
+    return tuple(dict.fromkeys(items)) if unique else tuple(items)
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -165,3 +272,35 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         )
     assert isinstance(items, (list, tuple))
     return tuple(items)
+
+
+def _id_lists(name: str, value: object) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    found = tuple(_ids(name, item, unique=False) for item in items)
+    if not all(found):
+        raise UsageError(
+            f"{name}: every entry must hold token ids, got {value!r}",
+            hint="give a list of lists of token ids",
+        )
+    return tuple(item for item in found if item)
+
+
+def _bias(name: str, value: object) -> Mapping[int, float] | None:
+    if value is None:
+        return None
+    right = isinstance(value, Mapping) and all(
+        isinstance(token, int)
+        and token >= 0
+        and isinstance(bias, (int, float))
+        and not math.isnan(bias)
+        for token, bias in value.items()
+    )
+    if not right:
+        raise UsageError(
+            f"{name}: must give token ids a number each, got {value!r}",
+            hint="give for example {42: -100}",
+        )
+    assert isinstance(value, Mapping)
+    return {int(token): float(bias) for token, bias in value.items()}

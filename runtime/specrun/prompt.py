@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from specrun import chat
 from specrun.errors import UsageError
@@ -13,6 +13,14 @@ from specrun.options import GenerateOptions
 from specrun.text import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompts = list[str] | tuple[str, ...] | Sequence[list[int]] | Sequence[list[Mapping[str, Any]]]
+
+
+def is_batch(prompt: Prompt | Prompts) -> TypeGuard[Prompts]:
+    """Whether this is a list of prompts: texts, lists of ids or lists of messages."""
+    if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sequence):
+        return False
+    return len(prompt) > 0 and all(isinstance(item, (str, list, tuple)) for item in prompt)
 
 
 def encode_prompt(
@@ -36,8 +44,8 @@ def encode_prompt(
         items = list(prompt)
         if any(isinstance(item, (str, list, tuple)) for item in items):
             raise UsageError(
-                f"prompt: batches are not supported yet, got a list of {len(items)} prompts",
-                hint="call generate once per prompt",
+                f"prompt: is a list of {len(items)} prompts, one is wanted here",
+                hint="give a list of prompts to generate(), and a stream or a session one each",
             )
         if options.system is not None:
             raise UsageError(
@@ -47,7 +55,7 @@ def encode_prompt(
         if items and len(messages) == len(items):
             ids = _encode_messages(messages, tokenizer, template, manifest)
         else:
-            ids = _check_ids(items, vocab_size)
+            ids = check_ids(items, vocab_size)
     if ids:
         return ids
     if manifest.generation.bos_token_id is None:
@@ -97,7 +105,8 @@ def _encode_messages(
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _check_ids(items: Sequence[Any], vocab_size: int) -> list[int]:
+def check_ids(items: Sequence[Any], vocab_size: int) -> list[int]:
+    """``items`` as token ids below ``vocab_size``. Raises UsageError."""
     ids = []
     for place, item in enumerate(items):
         try:

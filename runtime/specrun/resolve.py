@@ -3,16 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
+from collections.abc import Mapping
+from typing import Any, cast
 
-from specrun.contract import Role
 from specrun.errors import UsageError
-from specrun.manifest import Manifest
+from specrun.manifest import DraftMethod, Manifest
 from specrun.options import (
+    DEFAULT_MAX_NEW_TOKENS,
     DEFAULT_NUM_ASSISTANT_TOKENS,
+    SAMPLING_ONLY,
     EngineOptions,
     GenerateOptions,
     available_threads,
 )
+
+# What "auto" takes, the first that the folder has.
+PREFERRED: tuple[DraftMethod, ...] = ("mtp-drafter", "mtp", "draft", "universal", "early-exit")
+NEEDS_Q = "needs the drafter's own distribution over the target's vocabulary"
+NO_Q = {"plain": "there is none", "prompt-lookup": "it has none", "universal": "it has another"}
+
+# Options of generation_config.json that are honoured, and what they are where it has none.
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "typical_p": None,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+}
+# Those that change no text, or only say what is so anyway.
+HARMLESS = {
+    "do_sample", "use_cache", "cache_implementation", "return_dict_in_generate", "max_length",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "is_assistant", "output_scores", "output_logits", "output_attentions",
+    "output_hidden_states", "prompt_lookup_num_tokens", "max_matching_ngram_size", "chat_format",
+    "assistant_lookbehind", "target_lookbehind", "disable_compile", "trust_remote_code",
+}  # fmt: skip
+# Values with which an option does nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "length_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "min_length": (0,),
+    "guidance_scale": (1.0,),
+    "assistant_ensemble_weight": (1.0,),
+}
 
 
 def resolve_engine(options: EngineOptions, manifest: Manifest) -> EngineOptions:
@@ -31,32 +76,108 @@ def resolve_engine(options: EngineOptions, manifest: Manifest) -> EngineOptions:
 
 
 def resolve_generate(options: GenerateOptions, manifest: Manifest) -> GenerateOptions:
-    """``options`` with method, draft length, schedule and end ids decided. Raises UsageError."""
-    drafter = manifest.engines.get(Role.MTP_DRAFTER)
-    mtp = drafter.mtp if drafter is not None else None
+    """``options`` with everything decided that was left open. Raises UsageError."""
+    method = _method(options, manifest)
+    eos = options.eos_token_ids
+    resolved = dataclasses.replace(
+        options,
+        method=method,
+        eos_token_ids=manifest.generation.eos_token_ids if eos is None else eos,
+        **_drafting(options, method, manifest),
+        **_sampling(options, manifest.generation.defaults),
+    )
+    _check_ensemble(resolved)
+    _check_ids(resolved, manifest.target_engine.vocab_size)
+    return resolved
+
+
+def unsupported_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What generation_config.json asks for and is not done here."""
+    return {
+        name: value
+        for name, value in defaults.items()
+        if name not in DEFAULTS and name not in HARMLESS and name != "bad_words_ids"
+        if value is not None and value is not False and value not in NEUTRAL.get(name, ())
+    }
+
+
+def _method(options: GenerateOptions, manifest: Manifest) -> Any:
     method = options.method
     if method == "auto":
-        method = "mtp-drafter" if mtp is not None else "prompt-lookup"
-    if method == "mtp-drafter" and mtp is None:
+        return next((m for m in PREFERRED if m in manifest.drafters), "prompt-lookup")
+    if method in PREFERRED and method not in manifest.drafters:
+        have = ", ".join((*manifest.drafters, "prompt-lookup", "plain"))
         raise UsageError(
-            "method: 'mtp-drafter' needs a drafter engine, this folder has none",
-            hint="export the folder with its drafter, or use prompt-lookup",
+            f"method: {method!r} needs a drafter engine, this folder has none",
+            hint=f"export the folder with its drafter, or use one of {have}",
         )
+    return method
+
+
+def _drafting(options: GenerateOptions, method: str, manifest: Manifest) -> dict[str, Any]:
+    drafter = manifest.drafters.get(cast(DraftMethod, method))
     num_draft = options.num_assistant_tokens
     schedule = options.num_assistant_tokens_schedule
     if method == "plain":
         num_draft = 0
-    elif method == "mtp-drafter" and mtp is not None:
-        num_draft = mtp.num_assistant_tokens if num_draft is None else num_draft
-        num_draft = min(num_draft, mtp.max_num_draft)
-        schedule = schedule or mtp.schedule
     elif num_draft is None:
-        num_draft = DEFAULT_NUM_ASSISTANT_TOKENS
-    eos = options.eos_token_ids
-    return dataclasses.replace(
-        options,
-        method=method,
-        num_assistant_tokens=num_draft,
-        num_assistant_tokens_schedule=schedule or "constant",
-        eos_token_ids=manifest.generation.eos_token_ids if eos is None else eos,
-    )
+        num_draft = drafter.num_assistant_tokens if drafter else DEFAULT_NUM_ASSISTANT_TOKENS
+    if drafter is not None:
+        num_draft = min(num_draft, drafter.max_num_draft or num_draft)
+        schedule = schedule or drafter.schedule
+    return {
+        "num_assistant_tokens": num_draft,
+        "num_assistant_tokens_schedule": schedule or "constant",
+        "assistant_confidence_threshold": options.assistant_confidence_threshold or 0.0,
+    }
+
+
+def _sampling(options: GenerateOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every sampling option as it takes effect; where sampling is off those of it are None."""
+    found: dict[str, Any] = {}
+    for name, default in DEFAULTS.items():
+        value = getattr(options, name)
+        found[name] = defaults.get(name, default) if value is None else value
+    found["do_sample"] = do_sample = _does_sample(options, defaults)
+    if not do_sample:
+        found |= dict.fromkeys(SAMPLING_ONLY)
+    found["top_k"] = found["top_k"] or None
+    found["seed"] = None
+    if do_sample:
+        found["seed"] = secrets.randbits(31) if options.seed is None else options.seed
+    banned = options.bad_words_ids
+    found["bad_words_ids"] = defaults.get("bad_words_ids") if banned is None else banned
+    return found
+
+
+def _does_sample(options: GenerateOptions, defaults: Mapping[str, Any]) -> bool:
+    if options.do_sample is not None:
+        return options.do_sample and options.temperature != 0
+    if options.temperature is not None:
+        return options.temperature > 0
+    if any(getattr(options, name) for name in SAMPLING_ONLY):
+        return True
+    return bool(defaults.get("do_sample", False)) and defaults.get("temperature", 1.0) != 0
+
+
+def _check_ensemble(options: GenerateOptions) -> None:
+    if options.ensemble_weight == 1:
+        return
+    if reason := NO_Q.get(options.method):
+        raise UsageError(
+            f"ensemble_weight: {NEEDS_Q}; method {options.method}: {reason}"
+            f" (got {options.ensemble_weight:g})",
+            hint="use a drafter with the target's vocabulary, or leave ensemble_weight out",
+        )
+
+
+def _check_ids(options: GenerateOptions, vocab_size: int) -> None:
+    """Ids that the target does not have are a mistake, not something to ignore."""
+    given = [("logit_bias", token) for token in options.logit_bias or ()]
+    given += [("bad_words_ids", token) for word in options.bad_words_ids or () for token in word]
+    for name, token in given:
+        if not 0 <= token < vocab_size:
+            raise UsageError(
+                f"{name}: must hold token ids below {vocab_size}, got {token}",
+                hint="give ids of the target's vocabulary",
+            )

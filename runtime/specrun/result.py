@@ -9,6 +9,7 @@ from typing import Any
 
 from specrun.decode import encode
 from specrun.errors import UsageError
+from specrun.judge import TokenLogprob
 from specrun.options import GenerateOptions
 from specrun.stats import Stats
 from specrun.stopping import FinishReason
@@ -20,7 +21,8 @@ class Result:
 
     ``text``: without special tokens, and without the stop string that ended it. ``tokens``: the
     new ids, an end id included; with a stop string, up to the token that completes it.
-    ``options``: as they took effect, nothing left to be decided.
+    ``options``: as they took effect, nothing left to be decided. ``logprobs``: one entry per
+    token where they were asked for.
     """
 
     text: str
@@ -28,6 +30,7 @@ class Result:
     finish_reason: FinishReason
     stats: Stats
     options: GenerateOptions
+    logprobs: list[TokenLogprob] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -37,6 +40,7 @@ class Result:
             "finish_reason": self.finish_reason,
             "stats": self.stats.as_dict(),
             "options": encode(self.options),
+            "logprobs": encode(self.logprobs),
         }
 
 

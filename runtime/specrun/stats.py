@@ -28,6 +28,7 @@ class Stats:
     ``mode``: ``plain`` when nothing was to be drafted, ``fallback`` when the drafter failed and
     the text was finished without it. ``target_steps``: verification runs of the target, one per
     round; prefill is apart. ``*_by_position[i]``: of the drafts at place i of a proposal.
+    ``lossy``: verified against a mix of target and drafter, so the text is not the target's own.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Stats:
     accepted_by_round: tuple[int, ...]
     seconds: dict[str, float]
     provider: str
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.accepted + self.rejected != self.drafted:
@@ -111,6 +113,15 @@ class Meter:
         self._phase = phase
         self._since = now
 
+    def times(self) -> tuple[float, float]:
+        """Seconds of drafting and of verifying so far."""
+        return self.seconds["draft"], self.seconds["verify"]
+
+    def since(self, before: tuple[float, float]) -> tuple[float, float]:
+        """Seconds of drafting and of verifying since ``times`` gave ``before``."""
+        draft, verify = self.times()
+        return draft - before[0], verify - before[1]
+
     def count_round(self, num_draft: int, proposed: int, accepted: int, kept: int) -> None:
         """A round asked for ``num_draft`` drafts, got ``proposed``, of which ``accepted`` equal
         the target's, and ``kept`` tokens of its block stand (``accepted + 1`` without a cut)."""
@@ -124,7 +135,7 @@ class Meter:
         self.drafted_by_round.append(drafted)
         self.accepted_by_round.append(accepted)
 
-    def freeze(self, method: str, provider: str) -> Stats:
+    def freeze(self, method: str, provider: str, *, lossy: bool = False) -> Stats:
         """The statistics of what was counted so far."""
         drafted, accepted = sum(self.drafted_by_round), sum(self.accepted_by_round)
         places = range(max(self.drafted_by_round, default=0))
@@ -145,4 +156,5 @@ class Meter:
             accepted_by_round=tuple(self.accepted_by_round),
             seconds=dict(self.seconds),
             provider=provider,
+            lossy=lossy,
         )

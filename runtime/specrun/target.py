@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from specrun.contract import (
     past,
     present,
 )
+from specrun.errors import EngineError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
 from specrun.ort import TYPES, PreparedRun, RunCache, zeros
@@ -34,6 +36,49 @@ class Rows(NamedTuple):
     argmax: NDArray[np.int64]
     hidden: NDArray[Any]
     logits: NDArray[np.float32] | None
+
+
+# Position of the first row, and hidden states [rows, hidden size]: a view, valid in the call only.
+OnRows = Callable[[int, NDArray[Any]], None]
+
+
+class Verifier(Protocol):
+    """What the loop asks of a target: one engine, or several that act as one."""
+
+    @property
+    def kv(self) -> KvBuffers:
+        """The KV buffers that drafters may read."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens in the KV buffers."""
+        ...
+
+    def prefill(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        want_logits: bool = False,
+        on_rows: OnRows | None = None,
+    ) -> Rows:
+        """Feed ``tokens`` ``[1, n]``; returns the last row. ``on_rows`` gets every hidden row.
+
+        Raises ContextFull before anything is written, EngineError.
+        """
+        ...
+
+    def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
+        """Feed ``tokens`` ``[1, rows]``; returns every row. Raises ContextFull, EngineError."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget KV rows from ``length`` on. Raises ValueError when there are fewer."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless lengths and buffers belong together."""
+        ...
 
 
 class Target:
@@ -69,18 +114,29 @@ class Target:
         """Tokens in the KV buffers."""
         return self.kv.length
 
-    def prefill(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
+    def prefill(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        want_logits: bool = False,
+        on_rows: OnRows | None = None,
+    ) -> Rows:
         """Feed ``tokens`` ``[batch, n]`` in chunks; returns the last row only.
 
-        Raises ContextFull before anything is written.
+        ``on_rows`` gets the hidden states of every chunk (first sequence).
+        Raises ContextFull before anything is written, EngineError.
         """
-        count = tokens.shape[1]
+        if on_rows is not None and not self.engine.all_hidden:
+            raise EngineError(
+                f"{self.engine.file}: returns no hidden states of the prompt",
+                hint="this drafter needs a target without layers that share KV",
+            )
+        count, chunk = tokens.shape[1], self.prefill_chunk
         self.kv.reserve(count)
-        last = (count - 1) // self.prefill_chunk * self.prefill_chunk
-        for start in range(0, last, self.prefill_chunk):
-            chunk = tokens[:, start : start + self.prefill_chunk]
-            self._step(chunk, self.prefill_chunk - 1, False)
-        return self._step(tokens[:, last:], count - last - 1, want_logits)
+        last = (count - 1) // chunk * chunk
+        for start in range(0, last, chunk):
+            self._step(tokens[:, start : start + chunk], chunk - 1, False, on_rows)
+        return self._step(tokens[:, last:], count - last - 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
         """Feed ``tokens`` ``[batch, rows]``; returns every row."""
@@ -91,7 +147,17 @@ class Target:
         """Forget KV rows from ``length`` on. Raises ValueError when there are fewer."""
         self.kv.truncate(length)
 
-    def _step(self, tokens: NDArray[np.int64], first_row: int, want_logits: bool) -> Rows:
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless lengths and buffers belong together."""
+        self.kv.check_integrity()
+
+    def _step(
+        self,
+        tokens: NDArray[np.int64],
+        first_row: int,
+        want_logits: bool,
+        on_rows: OnRows | None = None,
+    ) -> Rows:
         rows = tokens.shape[1]
         run = self._runs.get(self.kv.version, rows, first_row, int(want_logits))
         run.inputs[TOKENS][:] = tokens
@@ -100,7 +166,11 @@ class Target:
         # [0, length) was valid; [length, length + rows) is written now, and kept or truncated
         # by the caller once it knows which of these tokens stand.
         self.kv.advance(rows)
-        return Rows(run.outputs[ARGMAX], run.outputs[HIDDEN], run.outputs.get(LOGITS))
+        hidden = run.outputs[HIDDEN]
+        if on_rows is not None:
+            on_rows(int(self.kv.lengths[0]) - rows, hidden[0])
+        wanted = hidden[:, first_row:] if self.engine.all_hidden else hidden
+        return Rows(run.outputs[ARGMAX], wanted, run.outputs.get(LOGITS))
 
     def _prepare(self, rows: int, first_row: int, want_logits: int) -> PreparedRun:
         def array(name: str) -> NDArray[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -11,6 +13,14 @@ from specrun.errors import FolderError, UsageError
 from specrun.manifest import REEXPORT
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+
+
+class Piece(NamedTuple):
+    """A token of a text, and the characters ``[start, end)`` of the text that it comes from."""
+
+    id: int
+    start: int
+    end: int
 
 
 class Tokenizer:
@@ -32,6 +42,8 @@ class Tokenizer:
         return self
 
     def _setup(self) -> None:
+        # Guards the switch between special tokens that count as such and as mere text.
+        self._lock = threading.Lock()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -60,11 +72,49 @@ class Tokenizer:
                 f"prompt: not valid Unicode text: {error.reason} at {error.start}",
                 hint="give the prompt as UTF-8",
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with self._lock:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def split(self, text: str) -> list[Piece]:
+        """Tokens of ``text`` with their places in it; special tokens written in it are text."""
+        pieces = self._split(text)
+        # Some models hold special tokens as words and find them in mere text: part the word.
+        for id_, start, end in pieces:
+            if id_ in self.special_ids and text[start:end] == self.name_of(id_):
+                cut = start + 1
+                rest = self.split(text[cut:])
+                return self._split(text[:cut]) + [Piece(i, s + cut, e + cut) for i, s, e in rest]
+        return pieces
+
+    def _split(self, text: str) -> list[Piece]:
+        with self._lock:
+            self._tokenizer.encode_special_tokens = True
+            try:
+                found = self._tokenizer.encode(text, add_special_tokens=False)
+            finally:
+                self._tokenizer.encode_special_tokens = False
+        return [Piece(id_, *span) for id_, span in zip(found.ids, found.offsets, strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def decode_many(self, sequences: Sequence[list[int]]) -> list[str]:
+        """Texts of several sequences, each as ``decode`` gives it."""
+        return self._tokenizer.decode_batch(sequences, skip_special_tokens=True)
+
+    def name_of(self, id_: int) -> str | None:
+        """How the vocabulary writes a token; None for an id that it does not have."""
+        return self._tokenizer.id_to_token(id_)
+
+    def id_of(self, name: str) -> int | None:
+        """The token that the vocabulary writes so."""
+        return self._tokenizer.token_to_id(name)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
 
 class Detokenizer:

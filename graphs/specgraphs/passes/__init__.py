@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer
 
+from specgraphs.passes.latent_attention import ExpandLatentAttention
 from specgraphs.passes.linear import FuseTransposedWeights
 from specgraphs.passes.reshapes import DropShapePairs, StaticReshapes
 from specgraphs.passes.wanted_rows import WantedRowsFromFirstRow
@@ -22,6 +23,7 @@ def simplify(model: ir.Model) -> None:
     Ensures: reshapes with constant targets, no reshape or transpose pairs, linear layers that
     read their weight as the checkpoint stores it, no unused or repeated nodes.
     """
+    ExpandLatentAttention()(model)
     optimizer.fold_constants(model)
     StaticReshapes()(model)
     DropShapePairs()(model)
@@ -47,6 +49,7 @@ def _only_errors(name: str) -> Iterator[None]:
 
 __all__ = [
     "DropShapePairs",
+    "ExpandLatentAttention",
     "FuseTransposedWeights",
     "StaticReshapes",
     "WantedRowsFromFirstRow",

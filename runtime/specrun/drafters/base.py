@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from specrun.sampling import Distribution, Sampler
+
+
+class Proposal(NamedTuple):
+    """Drafted tokens. ``q[i]``: what ``tokens[i]`` was drawn from; None: each was certain."""
+
+    tokens: list[int]
+    q: list[Distribution] | None = None
 
 
 class Drafter(Protocol):
@@ -20,20 +30,33 @@ class Drafter(Protocol):
         """Most tokens that one proposal can hold; None: any number."""
         ...
 
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether it must see the target's hidden state at every row of the prompt."""
+        ...
+
     def begin(self, tokens: Sequence[int]) -> None:
-        """Start over with a prompt; the target has it in its KV."""
+        """Start over with a prompt, which the target has not read yet.
+
+        With ``needs_prompt_rows`` only the first token comes here, the others by ``observe``.
+        """
         ...
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """``tokens`` are committed now; the last of them is not in the target's KV yet.
 
-        ``hidden`` ``[1, hidden size]``: the target's hidden state at the row that gave the last
-        token, a view that the next target run overwrites.
+        ``hidden`` ``[len(tokens), hidden size]``: ``hidden[i]`` is the target's hidden state, after
+        the final norm, at the row that gave ``tokens[i]``; a view that the next target run
+        overwrites.
         """
         ...
 
-    def propose(self, count: int) -> Sequence[int]:
-        """Up to ``count`` tokens (at least 1) that may follow; fewer or none is fine."""
+    def propose(self, count: int, sampler: Sampler) -> Proposal | Sequence[int]:
+        """Up to ``count`` tokens (at least 1) that may follow; fewer or none is fine.
+
+        A drafter with a distribution draws with ``sampler`` and returns what it drew from; plain
+        tokens are drafts that were certain.
+        """
         ...
 
     def truncate(self, length: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from specrun.drafters.base import Drafter
+from specrun.drafters.base import Drafter, Proposal
+from specrun.sampling import Sampler
 
 
 class GuardedDrafter:
@@ -40,16 +41,21 @@ class GuardedDrafter:
         """See :class:`Drafter`."""
         self._call("observe", tokens, hidden)
 
-    def propose(self, count: int) -> Sequence[int]:
-        """See :class:`Drafter`; nothing after a failure."""
-        proposal = self._call("propose", count)
-        if proposal is None:
-            return ()
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """The drafter's own; False where it says nothing of it."""
+        return bool(getattr(self._drafter, "needs_prompt_rows", False))
+
+    def propose(self, count: int, sampler: Sampler) -> Proposal:
+        """See :class:`Drafter`; at most ``count`` tokens, none after a failure."""
+        given = self._call("propose", count, sampler)
+        if given is None:
+            return Proposal([])
         try:
-            return [operator.index(token) for token in itertools.islice(proposal, count)]
+            return _checked(given, count)
         except Exception as error:
             self._fail(error)
-            return ()
+            return Proposal([])
 
     def truncate(self, length: int) -> None:
         """See :class:`Drafter`."""
@@ -67,3 +73,18 @@ class GuardedDrafter:
     def _fail(self, error: Exception) -> None:
         self._drafter = None
         self._on_failure(error)
+
+
+def _checked(given: Proposal | Sequence[int], count: int) -> Proposal:
+    """Whole numbers, at most ``count``; every token can come from what it was drawn from."""
+    tokens, q = given if isinstance(given, Proposal) else (given, None)
+    drafts = [operator.index(token) for token in itertools.islice(tokens, count)]
+    if q is None:
+        return Proposal(drafts)
+    distributions = list(itertools.islice(q, count))
+    if len(distributions) != len(drafts):
+        raise ValueError(f"{len(drafts)} tokens were drawn from {len(distributions)} distributions")
+    for token, distribution in zip(drafts, distributions, strict=True):
+        if not distribution.of(token) > 0:
+            raise ValueError(f"token {token} was drafted and has probability 0")
+    return Proposal(drafts, distributions)

@@ -20,6 +20,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from specrun.drafters.base import Proposal
+from specrun.sampling import Sampler
+
 
 class NgramDrafter:
     """An index from every n-gram of the text to what follows it, extended token by token.
@@ -29,6 +32,7 @@ class NgramDrafter:
     """
 
     max_drafts: int | None = None
+    needs_prompt_rows = False
 
     def __init__(self, max_matching_ngram_size: int, *, first_match: bool = False) -> None:
         self.max_matching_ngram_size = max_matching_ngram_size
@@ -48,14 +52,15 @@ class NgramDrafter:
         """Index the committed tokens; the hidden state is not used."""
         self._extend(tokens)
 
-    def propose(self, count: int) -> Sequence[int]:
-        """The tokens after the match, at most ``count``; none without a match."""
+    def propose(self, count: int, sampler: Sampler) -> Proposal:
+        """The tokens after the match, at most ``count``; none without a match. Each is certain,
+        so in sampled decoding it stands with the target's own probability of it."""
         tokens = self._tokens
         for size in range(min(self.max_matching_ngram_size, len(tokens) - 1), 0, -1):
             start = self._next.get(tuple(tokens[-size:]))
             if start is not None:
-                return self._continue(start, count)
-        return []
+                return Proposal(self._continue(start, count))
+        return Proposal([])
 
     def truncate(self, length: int) -> None:
         """Proposals never enter the index; a shorter text is indexed anew."""

@@ -7,11 +7,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from specrun.drafters.base import Proposal
+from specrun.sampling import Sampler
+
 
 class NoDrafter:
     """Plain decoding is the same loop with empty proposals."""
 
     max_drafts: int | None = 0
+    needs_prompt_rows = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Nothing to do."""
@@ -19,9 +23,9 @@ class NoDrafter:
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """Nothing to do."""
 
-    def propose(self, count: int) -> Sequence[int]:
+    def propose(self, count: int, sampler: Sampler) -> Proposal:
         """Nothing."""
-        return ()
+        return Proposal([])
 
     def truncate(self, length: int) -> None:
         """Nothing to do."""

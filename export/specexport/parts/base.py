@@ -1,0 +1,198 @@
+"""What the exporter asks of a target and of everything that drafts for it: one file each.
+
+A part knows its checkpoint, its graphs, its entry in the manifest and how its engines are compared
+with transformers. The exporter calls the methods in the order in which they stand here; it never
+asks which part it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexport.weights import Weights
+from specrun.contract import DType, KvLayer, Role
+from specrun.manifest import (
+    DrafterSpec,
+    DraftMethod,
+    EngineSpec,
+    Manifest,
+    ParityCase,
+    Requires,
+    expected_io,
+)
+
+if TYPE_CHECKING:
+    from specgraphs.engine_graph import EngineGraph
+    from specgraphs.trace import FakeModel
+
+Precision = Literal["fp32", "fp16"]
+MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
+KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for every part of one export. ``max_context`` and ``num_draft`` in tokens."""
+
+    precision: Precision
+    max_context: int
+    num_draft: int
+
+
+@dataclass(frozen=True)
+class TargetRun:
+    """transformers' target after one forward pass over ``tokens`` int64 ``[n]``.
+
+    ``out``: what the model returned, with the hidden states; ``past_lengths``: after how many
+    tokens drafts are compared; ``dtype``: of the run; ``memory``: bytes that a model may take;
+    ``note(method, scope)``: to be told how a drafter's own model was run.
+    """
+
+    model: Any
+    out: Any
+    tokens: NDArray[np.int64]
+    past_lengths: Sequence[int]
+    dtype: Any
+    memory: int
+    note: Callable[[DraftMethod, str], None] = lambda method, scope: None
+
+    @property
+    def hidden(self) -> Any:
+        """Hidden states after the final norm, torch ``[n, hidden size]``."""
+        return self.out.hidden_states[-1][0]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A written folder, opened for comparing. ``target``: the target, its KV empty or not."""
+
+    folder: Path
+    manifest: Manifest
+    target: Any
+    threads: int
+    mapped: bool
+
+    def session(self, name: str) -> Any:
+        """A session of the engine called ``name``, checked against the manifest."""
+        from specrun.ort import open_session
+
+        spec = self.manifest.engines[name]
+        return open_session(self.folder / spec.file, spec, threads=self.threads, mapped=self.mapped)
+
+
+class TargetPart(Protocol):
+    """The target: one engine, or several that together are one."""
+
+    def check(self) -> None:
+        """Raise SourceError or WeightsError where the checkpoint cannot be exported this way."""
+        ...
+
+    def trace(self, fake: FakeModel, settings: Settings) -> dict[str, EngineGraph]:
+        """Engine name -> graph without weights."""
+        ...
+
+    def specs(self, settings: Settings) -> dict[str, EngineSpec]:
+        """Engine name -> its entry in the manifest, for the same names as ``trace``."""
+        ...
+
+
+class DrafterPart(Protocol):
+    """One way to draft for the target."""
+
+    @property
+    def method(self) -> DraftMethod:
+        """The method it is for."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, Weights]:
+        """Origin, as its graphs name it -> weights of its own (none where it has the target's)."""
+        ...
+
+    @property
+    def forward_options(self) -> dict[str, Any]:
+        """What the target's reference forward pass has to be asked for besides."""
+        ...
+
+    def check(self) -> None:
+        """Raise SourceError or WeightsError unless it can draft for the target."""
+        ...
+
+    def reference(self, run: TargetRun) -> Any:
+        """What transformers computes, for ``compare``. Called before anything is traced."""
+        ...
+
+    def noise(self, exact: Any, rounded: Any) -> dict[str, float]:
+        """Tensor -> how far a ``reference`` in fp16 is from that in fp32 (relative)."""
+        ...
+
+    def trace(self, target: FakeModel, settings: Settings) -> dict[str, EngineGraph]:
+        """Engine name -> graph without weights; none where the target's engines are enough."""
+        ...
+
+    def specs(self, settings: Settings) -> dict[str, EngineSpec]:
+        """Engine name -> its entry in the manifest, for the same names as ``trace``."""
+        ...
+
+    def write_files(self, folder: Path) -> None:
+        """Write whatever else it needs (a tokenizer)."""
+        ...
+
+    def drafter(
+        self, settings: Settings, target_sha256: str, sha256: Mapping[str, str]
+    ) -> DrafterSpec:
+        """Its entry among the drafters; ``sha256``: file -> hash of what was written."""
+        ...
+
+    def compare(self, opened: Opened, tokens: NDArray[np.int64], seen: Any) -> list[ParityCase]:
+        """Run its engines on ``tokens`` against ``seen``, the result of ``reference``."""
+        ...
+
+
+def engine_spec(
+    role: Role,
+    name: str,
+    settings: Settings,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    kv: tuple[KvLayer, ...],
+    all_hidden: bool = False,
+    **contract: Any,
+) -> EngineSpec:
+    """The manifest's entry of the engine ``name``, with the inputs and outputs of the contract.
+
+    ``contract``: the fields of EngineSpec that belong to one role only.
+    """
+    from dataclasses import replace
+
+    from specgraphs import ops
+
+    spec = EngineSpec(
+        role=role,
+        file=file_name(name),
+        backend="onnxruntime",
+        precision=settings.precision,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        kv_dtype=KV_DTYPE[settings.precision],
+        kv=kv,
+        all_hidden=all_hidden,
+        inputs=(),
+        outputs=(),
+        requires=Requires(MIN_ONNXRUNTIME, ops.OPSET, ops.IR_VERSION),
+        **contract,
+    )
+    inputs, outputs = expected_io(spec)
+    return replace(spec, inputs=inputs, outputs=outputs)
+
+
+def file_name(engine: str) -> str:
+    """The file of an engine, by its name."""
+    return f"{engine}.onnx"

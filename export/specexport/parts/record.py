@@ -1,0 +1,30 @@
+"""Checkpoints and tokenizers as the manifest records them."""
+
+from __future__ import annotations
+
+from specexport.sources import Source
+from specexport.tokenizer_files import TokenizerInfo
+from specrun import manifest as manifests
+from specrun.manifest import TokenizerSpec
+
+
+def manifest_source(source: Source) -> manifests.Source:
+    """Where a model came from, for the manifest."""
+    return manifests.Source(
+        id=source.id,
+        revision=source.revision,
+        model_type=source.model_type,
+        architecture=source.architecture,
+    )
+
+
+def manifest_tokenizer(info: TokenizerInfo, sha256: str) -> TokenizerSpec:
+    """A tokenizer file that was written, for the manifest."""
+    return TokenizerSpec(
+        file=info.file,
+        sha256=sha256,
+        vocab_size=info.vocab_size,
+        add_bos=info.add_bos,
+        chat_template=info.chat_template,
+        special_tokens=info.special_tokens,
+    )

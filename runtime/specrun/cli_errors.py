@@ -1,0 +1,63 @@
+"""How a command shows the errors that are raised on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import click
+
+from specrun.errors import SpecrunError, UsageError
+from specrun.options import EngineOptions, GenerateOptions
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FLAGS = {
+    field.name: "--" + field.name.replace("_", "-")
+    for cls in (EngineOptions, GenerateOptions)
+    for field in dataclasses.fields(cls)
+} | {
+    "num_assistant_tokens_schedule": "--schedule",
+    "assistant_confidence_threshold": "--confidence-threshold",
+    "do_sample": "--sample",
+    "bad_words": "--bad-word",
+    "eos_token_ids": "--eos-token-id",
+    "num_draft": "--num-draft",  # of specexport, which reports its errors with the same function
+}
+
+
+def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Errors raised on purpose as ``Error:`` and ``hint:``; exit 2 for usage, else 1."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except SpecrunError as error:
+            click.echo(f"Error: {_with_flags(str(error))}", err=True)
+            if error.hint:
+                click.echo(f"hint: {_with_flags(error.hint)}", err=True)
+            raise SystemExit(2 if isinstance(error, UsageError) else 1) from error
+        except BrokenPipeError:
+            # The reader went away, as `| head` does; say nothing at exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            click.echo(f"Error: {where}{error.strerror or error}", err=True)
+            raise SystemExit(1) from error
+
+    return wrapped
+
+
+def _with_flags(message: str) -> str:
+    """An option's field name, where a message names one, as the flag it has here."""
+    for name, flag in FLAGS.items():
+        message = re.sub(rf"(^|give ){name}\b", rf"\1{flag}", message)
+    return message

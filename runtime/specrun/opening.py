@@ -1,0 +1,40 @@
+"""Opens the target of a folder, whichever engines it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE
+from specrun.kv import INITIAL_CAPACITY
+from specrun.manifest import Manifest
+from specrun.target import Target, Verifier
+
+
+def open_target(
+    manifest: Manifest,
+    session: Callable[[str], Any],
+    *,
+    max_context: int,
+    prefill_chunk: int = 512,
+    initial_capacity: int = INITIAL_CAPACITY,
+) -> Verifier:
+    """The target with KV buffers of its own. ``session``: gives the session of an engine by name.
+
+    Lengths in tokens. Raises EngineError.
+    """
+    lengths = {
+        "max_context": max_context,
+        "prefill_chunk": prefill_chunk,
+        "initial_capacity": initial_capacity,
+    }
+    if TARGET_ENGINE in manifest.engines:
+        return Target(session(TARGET_ENGINE), manifest.engines[TARGET_ENGINE], **lengths)
+    from specrun.split import SplitTarget
+
+    parts = [n for n in (FRONT_ENGINE, BACK_ENGINE, HEAD_ENGINE) if n in manifest.engines]
+    return SplitTarget(
+        {name: session(name) for name in parts},
+        {name: manifest.engines[name] for name in parts},
+        **lengths,
+    )

@@ -1,0 +1,189 @@
+"""One generation, ready to run: options that are decided, and who draws, drafts and watches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from specrun import processors
+from specrun.drafters.base import Drafter
+from specrun.drafters.guard import GuardedDrafter
+from specrun.drafters.none import NoDrafter
+from specrun.errors import EngineError, SpecrunError
+from specrun.judge import Judge, TokenLogprob
+from specrun.lane import Lane
+from specrun.loop import Block, Commit, DraftPlan, OnRound, Progress, Round, speculate
+from specrun.options import GenerateOptions
+from specrun.processors import Logits, Prefix
+from specrun.result import Result
+from specrun.sampling import Sampler
+from specrun.schedule import Schedule
+from specrun.stats import Meter
+from specrun.stopping import FinishReason, Stopping
+from specrun.target import Rows
+
+OnWarning = Callable[[str], None]
+LogitsProcessor = Callable[[Prefix, Logits], Any]
+Rounds = Generator[Commit | Block, Rows | None, None]
+LogitsProcessors = LogitsProcessor | Sequence[LogitsProcessor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """``options``: resolved. ``drafter``: one of the caller's own in place of the method's.
+    ``make_schedule``: given the options and the tokens of context to expect, in the middle of the
+    text; ``sequence``: its place in a batch."""
+
+    options: GenerateOptions
+    bad_words_ids: tuple[tuple[int, ...], ...]
+    drafter: Drafter | None
+    logits_processors: tuple[LogitsProcessor, ...]
+    make_schedule: Callable[[GenerateOptions, int], Schedule]
+    on_round: OnRound | None
+    on_warning: OnWarning
+    sequence: int = 0
+
+    def in_batch(self, index: int) -> Request:
+        """The same for row ``index`` of a batch, with a seed of its own."""
+        seed = self.options.seed
+        options = dataclasses.replace(self.options, seed=None if seed is None else seed + index)
+        return dataclasses.replace(self, options=options, sequence=index)
+
+    def alone(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
+        """Continue ``progress`` on ``lane``: text pieces as they are committed, then the result."""
+        steps = self.run(lane, progress)
+        answer: Rows | None = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            answer = None
+            if isinstance(step, Block):
+                answer = step.verify(progress.target)
+            else:
+                yield step
+
+    def run(self, lane: Lane, progress: Progress) -> Generator[str | Block, Rows | None, Result]:
+        """The same for who runs the target himself: a ``Block`` is answered with its ``Rows``."""
+        options, committed = self.options, progress.committed
+        prompt_length = len(committed)
+        target = progress.target
+        # An earlier generation may have ended between a run and its commit.
+        target.truncate(min(target.length, prompt_length - 1))
+        meter = Meter(prompt_tokens=prompt_length)
+        text: list[str] = []
+        logprobs: list[TokenLogprob] = []
+        reason: FinishReason = "length"
+        most = min(options.max_new_tokens or 0, lane.resources.max_context - prompt_length)
+        if most > 0:
+            rounds = self._rounds(lane, progress, meter, most)
+            step = next(rounds, None)
+            while step is not None:
+                answer = None
+                if isinstance(step, Block):
+                    answer = yield step
+                else:
+                    logprobs += step.logprobs
+                    reason = step.reason or reason
+                    if step.text:
+                        text.append(step.text)
+                        yield step.text
+                step = _send(rounds, answer)
+        stats = meter.freeze(
+            "custom" if self.drafter is not None else options.method,
+            lane.resources.provider(),
+            lossy=options.ensemble_weight < 1,
+        )
+        asked = options.logprobs is not None
+        new = committed[prompt_length:]
+        return Result("".join(text), new, reason, stats, options, logprobs if asked else None)
+
+    def _rounds(self, lane: Lane, progress: Progress, meter: Meter, most: int) -> Rounds:
+        options, resources = self.options, lane.resources
+        eos = options.eos_token_ids or ()
+        stopping = Stopping(
+            resources.tokenizer, eos_token_ids=eos, stop=options.stop, max_tokens=most
+        )
+        vocab_size = resources.manifest.target_engine.vocab_size
+        sampler = self._sampler(len(progress.committed), vocab_size)
+        judge = Judge(sampler, ensemble_weight=options.ensemble_weight, logprobs=options.logprobs)
+        schedule = self.make_schedule(options, len(progress.committed) + most // 2)
+        plan = DraftPlan(schedule, resources.manifest.tokenizer.vocab_size, frozenset(eos))
+        guarded = self._guarded(lane, meter)
+        return speculate(progress, guarded, judge, stopping, plan, meter, self._watcher())
+
+    def _sampler(self, prompt_length: int, vocab_size: int) -> Sampler:
+        given = self.options
+        made = processors.build(
+            vocab_size=vocab_size,
+            prompt_length=prompt_length,
+            end_ids=given.eos_token_ids or (),
+            do_sample=bool(given.do_sample),
+            logit_bias=given.logit_bias,
+            repetition_penalty=_or(given.repetition_penalty, 1.0),
+            no_repeat_ngram_size=given.no_repeat_ngram_size or 0,
+            bad_words_ids=self.bad_words_ids,
+            min_new_tokens=given.min_new_tokens or 0,
+            logits_processors=self.logits_processors,
+            temperature=_or(given.temperature, 1.0),
+            top_k=given.top_k or 0,
+            top_p=_or(given.top_p, 1.0),
+            min_p=given.min_p or 0.0,
+            typical_p=_or(given.typical_p, 1.0),
+        )
+        return Sampler(
+            do_sample=bool(given.do_sample),
+            seed=given.seed,
+            processors=made.processors,
+            warpers=made.warpers,
+            confidence_threshold=given.assistant_confidence_threshold or 0.0,
+            keep_q=given.ensemble_weight < 1,
+        )
+
+    def _watcher(self) -> OnRound | None:
+        watch, index = self.on_round, self.sequence
+        if watch is None or index == 0:
+            return watch
+
+        def in_batch(done: Round) -> None:
+            watch(dataclasses.replace(done, sequence=index))
+
+        return in_batch
+
+    def _guarded(self, lane: Lane, meter: Meter) -> Drafter:
+        """The drafter of this generation. Its failure is a warning, or an error when strict."""
+        options = self.options
+
+        def on_failure(error: Exception) -> None:
+            name = "" if isinstance(error, SpecrunError) else f"{type(error).__name__}: "
+            cause = f"the drafter failed: {name}{error}"
+            if options.strict:
+                hint = "without strict, decoding goes on without it"
+                raise EngineError(cause, hint=hint) from error
+            meter.mode = "fallback"
+            self.on_warning(f"{cause}; going on with plain decoding")
+
+        if options.num_assistant_tokens == 0:
+            return NoDrafter()
+        meter.mode = "speculative"
+        try:
+            found = self.drafter if self.drafter is not None else lane.drafter(options)
+        except Exception as error:  # whatever it is, the target can go on without a drafter
+            on_failure(error)
+            return NoDrafter()
+        return GuardedDrafter(found, on_failure)
+
+
+def _send(rounds: Rounds, answer: Rows | None) -> Commit | Block | None:
+    """The next step of the loop; None when it has ended."""
+    try:
+        return rounds.send(answer)
+    except StopIteration:
+        return None
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
