@@ -86,7 +86,12 @@ def export(pair: Pair, folder: Path) -> Path:
 
 def compare(engine: specrun.Engine, name: str, methods: tuple[Method, ...], tokens: int) -> Any:
     """A row per method for the prompt ``name``."""
-    common: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "strict": True}
+    common: dict[str, Any] = {
+        "max_new_tokens": tokens,
+        "eos_token_ids": (),
+        "do_sample": False,
+        "strict": True,
+    }
     prompt = PROMPTS[name]
     runs: dict[str, list[specrun.Result]] = {method: [] for method in ("plain", *methods)}
     for _ in range(REPEATS):

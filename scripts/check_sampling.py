@@ -15,11 +15,12 @@ down all 32,768 of them (``tests/exact_law.py``). Compared are the first and the
 
 A line is right where TV is within the quantile, no impossible text came and some of the drafts
 stood, but not all. One line in a thousand misses by chance: it is right with another ``--seed``.
+All lines have the same seeds, so those with the same target and law are no independent tests.
 
 The lines of transformers are its own ``generate``, alone and with ``assistant_model``, on the same
 Gemma 4 pairs, with ``--reference-runs`` seeds; they are shown, and do not count.
 
-A table for people, one JSON line last. The exit status is 1 where a line is wrong. About 15 minutes
+A table for people, one JSON line last. The exit status is 1 where a line is wrong. About 20 minutes
 on two cores.
 """
 

@@ -73,8 +73,8 @@ def _llama(layers: int, **changes: Any) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def _deepseek() -> Any:
-    fields = {k: v for k, v in EXPERTS.items() if k != "head_dim"}
+def _deepseek(layers: int) -> Any:
+    fields = {k: v for k, v in EXPERTS.items() if k != "head_dim"} | {"num_hidden_layers": layers}
     config = transformers.DeepseekV3Config(
         **fields,
         q_lora_rank=16,
@@ -116,13 +116,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama-draft": lambda: _llama(1, hidden_size=16, num_attention_heads=1, num_key_value_heads=1),
     "llama-other": lambda: _llama(1, vocab_size=len(OTHER_WORDS)),
     "llama-words": lambda: _llama(1, vocab_size=len(OTHER_WORDS)),
-    "deepseek": _deepseek,
+    "deepseek": lambda: _deepseek(2),
+    "deepseek-dense": lambda: _deepseek(1),
     "glm4-moe": _glm4_moe,
     "gemma4": _gemma4,
     "assistant": lambda: _assistant(centroids=False),
     "assistant-centroid": lambda: _assistant(centroids=True),
 }
-WITH_MTP_LAYERS = ("deepseek", "glm4-moe")
+WITH_MTP_LAYERS = ("deepseek", "deepseek-dense", "glm4-moe")
 WITH_WORDS = ("llama-other", "llama-words")  # the second says them more often than not
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -394,23 +393,24 @@ def test_hidden_rows_of_the_prompt(made: Made) -> None:
 
 
 class Recorded(EarlyExitCandidateGenerator):  # type: ignore[misc]
-    """transformers' generator, with what it proposed."""
+    """transformers' generator, with what it proposed behind how many tokens."""
 
-    proposals: list[list[int]] = []  # noqa: RUF012
+    proposals: list[tuple[int, list[int]]] = []  # noqa: RUF012
 
     def get_candidates(self, input_ids: torch.Tensor, **options: Any) -> Any:
         found = super().get_candidates(input_ids, **options)
-        self.proposals.append(found[0][0, input_ids.shape[1] :].tolist())
+        length = input_ids.shape[1]
+        self.proposals.append((length, found[0][0, length:].tolist()))
         return found
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     from transformers.generation import utils
 
     monkeypatch.setattr(utils, "EarlyExitCandidateGenerator", Recorded)
     Recorded.proposals.clear()
-    yield Recorded.proposals
+    return Recorded.proposals
 
 
 @pytest.mark.parametrize(
@@ -419,31 +419,37 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     + params(*(group for group in SLOW if not group[0].startswith("gemma4")), slow=True),
 )
 def test_proposals_are_those_of_transformers(
-    made: Made, name: str, cut: int, recorded: list[list[int]]
+    made: Made, name: str, cut: int, recorded: list[tuple[int, list[int]]]
 ) -> None:
-    """Round by round the same drafts as ``generate(assistant_early_exit=E)``, which does not run
-    on a Gemma 4 (its config refuses fewer layers)."""
-    folder, prompt = made(name, cut), prompt_of(9)
+    """Behind the same tokens the same drafts as ``generate(assistant_early_exit=E)``, which does
+    not run on a Gemma 4 (its config refuses fewer layers). It drafts the first token too."""
+    prompt = prompt_of(9)
     model = tiny_models.build(name)
-    model.generation_config.eos_token_id = None
+    settings = model.generation_config
+    settings.eos_token_id = None
+    settings.num_assistant_tokens = 4
+    settings.num_assistant_tokens_schedule = "constant"
+    settings.assistant_confidence_threshold = 0.0
     ids = torch.tensor([prompt])
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        model.generation_config.num_assistant_tokens = 4
-        model.generation_config.num_assistant_tokens_schedule = "constant"
-        model.generation_config.assistant_confidence_threshold = 0.0
-        theirs = model.generate(
+    with torch.no_grad():
+        text = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=NEW,
             do_sample=False,
             assistant_early_exit=cut,
-        )[0, len(prompt) :].tolist()
-    target = folder.open(cut)
-    ours: list[Round] = []
-    tokens, _ = run(target, EarlyExitDrafter(target), folder, prompt, 4, on_round=ours.append)
-    assert tokens == theirs
-    assert recorded[0] and [list(done.proposal) for done in ours] == recorded[1:][: len(ours)]
+        )[0].tolist()
+    target = made(name, cut).open(cut)
+    drafter = EarlyExitDrafter(target)
+    assert recorded[0][0] == len(prompt) and len(recorded) > 3
+    for length, proposal in recorded:
+        if not proposal:
+            continue
+        target.truncate(0)
+        target.prefill(np.array([text[: length - 1]]))
+        drafter.begin(text[: length - 1])
+        drafter.observe(text[length - 1 : length], np.zeros((1, 1)))
+        assert drafter.propose(len(proposal), Sampler()).tokens == proposal
 
 
 @pytest.mark.parametrize(("name", "cut"), EVERY)

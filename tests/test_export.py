@@ -559,7 +559,7 @@ def test_transformers_is_left_as_it_was(
     made = exported.make(pair, tmp_path / "whole", options=UNCHECKED)
     check()
     calls = 0
-    original = target_graph._Attend.__call__
+    original = target_graph.KvAttention.__call__
 
     def breaks(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
@@ -568,7 +568,7 @@ def test_transformers_is_left_as_it_was(
             raise RuntimeError("in the middle")
         return original(self, *arguments, **options)
 
-    monkeypatch.setattr(target_graph._Attend, "__call__", breaks)
+    monkeypatch.setattr(target_graph.KvAttention, "__call__", breaks)
     with pytest.raises(Exception, match="in the middle"):
         exporter.export(*made.sources, tmp_path / "broken", UNCHECKED)
     assert calls == 4 and not (tmp_path / "broken").exists()

@@ -45,7 +45,7 @@ def test_an_older_onnxruntime_says_what_to_install(folder: Path) -> None:
 def test_a_file_that_is_no_engine(folder: Path) -> None:
     (folder / "target.onnx").write_bytes(b"no engine")
     entry = toys.entry(folder, "target.onnx")
-    change(folder, lambda data: data["engines"].pop("mtp_drafter"))
+    change(folder, lambda data: (data["engines"].pop("mtp_drafter"), data["drafters"].clear()))
     change(folder, put("files", 0, "size", value=entry.size))
     change(folder, put("files", 0, "sha256", value=entry.sha256))
     with pytest.raises(EngineError, match=r"target\.onnx: does not load"):

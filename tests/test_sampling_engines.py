@@ -1,6 +1,6 @@
 """I3 on engines: texts sampled through real exports follow the exact law of their target.
 
-The small, seeded form of ``scripts/check_sampling.py``: every method, 500 texts of five tokens of a
+The small, seeded form of ``scripts/check_sampling.py``: every method, 400 texts of five tokens of a
 vocabulary of 8, with up to three drafts a round. Compared are pairs of tokens, whose 64 cells
 hold enough of so few texts.
 """
@@ -27,7 +27,7 @@ from specrun.drafters.model import ModelDrafter
 from specrun.drafters.mtp import MtpDrafter
 from specrun.sampling import Sampler
 
-RUNS = 500
+RUNS = 400
 LENGTH, WINDOW, DRAFTS = 5, 2, 3
 LEAST_P = 1e-4  # chance of a chi-square as large as a perfect sampler's
 WARM = Sampling(temperature=0.9, top_k=7, top_p=0.97, end=7)
@@ -36,7 +36,7 @@ WARM = Sampling(temperature=0.9, top_k=7, top_p=0.97, end=7)
 LLAMA = Pair("llama", ("llama-draft", "llama-other"), early_exit=1)
 FOLDERS = {
     "llama": LLAMA,
-    "mtp": Pair("deepseek"),
+    "mtp": Pair("deepseek-dense"),
     "gemma4": Pair("gemma4", ("assistant-centroid",)),
 }
 METHODS = {

@@ -21,7 +21,7 @@ import torch
 from specgraphs import families, passes, patches
 from specgraphs.engine_graph import EngineGraph, Module, Origin, bind
 from specgraphs.families import KvPlan
-from specgraphs.target import WANTED_ROWS, _Attend
+from specgraphs.target import WANTED_ROWS, KvAttention
 from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, as_fake, export, kv_inputs
 from specrun import contract
 from specrun.contract import KvLayer, Part
@@ -89,7 +89,7 @@ class _Layer(torch.nn.Module):
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         rows = tokens.shape[1]
-        attend = _Attend(self.plan, past, past_length, rows)
+        attend = KvAttention(self.plan, past, past_length, rows)
         first = past_length.to(torch.int64)[:, None] + 1 + self.layer
         # No mask is built: attention takes lengths. MtpModel would ask the cache for its size.
         self.mtp.create_masks_for_mtp_layer = lambda *_: {"attention_mask": None}

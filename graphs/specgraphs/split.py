@@ -24,7 +24,7 @@ import torch
 from specgraphs import families, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
 from specgraphs.families import KvPlan
-from specgraphs.target import WANTED_ROWS, _Attend, _keep_rows
+from specgraphs.target import WANTED_ROWS, KvAttention, keep_rows
 from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, KvInputs, export, kv_inputs
 from specrun import contract
 from specrun.contract import KvLayer, Part, SplitContract
@@ -83,7 +83,7 @@ class _Front(torch.nn.Module):
         rest: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         wanted_rows, past = _apart(rest, self.plan.contract.front_picks)
-        attend = _Attend(self.kv_plan, past, past_length, tokens.shape[1])
+        attend = KvAttention(self.kv_plan, past, past_length, tokens.shape[1])
         decoder = self.model.model
         embeddings: list[torch.Tensor] = []
         replaced = {**_pick(decoder, wanted_rows), **_watch_per_layer(decoder, embeddings)}
@@ -118,7 +118,7 @@ class _Back(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         rows, *embeddings = exit_rows
         wanted_rows, past = _apart(rest, self.plan.contract.back_picks)
-        attend = _Attend(self.kv_plan, past, past_length, rows.shape[1])
+        attend = KvAttention(self.kv_plan, past, past_length, rows.shape[1])
         decoder = self.model.model
         replaced = {**_pick(decoder, wanted_rows), **_given_per_layer(embeddings)}
         with patches.attending(attend), _methods(decoder, replaced):
@@ -135,7 +135,7 @@ class _Back(torch.nn.Module):
         )
         return (last, *(half for kv, half in halves if kv.layer in written))
 
-    def _shared(self, attend: _Attend) -> dict[str, Any]:
+    def _shared(self, attend: KvAttention) -> dict[str, Any]:
         """What layers of the front would have left for those of the back that share their KV."""
         reads = self.plan.contract.reads
         kinds = families.layer_types(self.model.config)
@@ -363,7 +363,7 @@ def _pick(decoder: Any, wanted_rows: list[torch.Tensor]) -> dict[str, Any]:
     if not hasattr(decoder, name):
         return {}
     if wanted_rows:
-        return {name: _keep_rows(wanted_rows[0])}
+        return {name: keep_rows(wanted_rows[0])}
     return {name: lambda *inputs, **_: inputs[:-1]}  # the last one is logits_to_keep
 
 

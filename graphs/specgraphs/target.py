@@ -33,10 +33,10 @@ class _Target(torch.nn.Module):
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         rows = tokens.shape[1]
-        attend = _Attend(self.plan, past, past_length, rows)
+        attend = KvAttention(self.plan, past, past_length, rows)
         positions = past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
         decoder = self.model.model
-        decoder._maybe_slice_kv_shared_inputs = _keep_rows(wanted_rows)
+        decoder._maybe_slice_kv_shared_inputs = keep_rows(wanted_rows)
         with patches.attending(attend):
             hidden = decoder(
                 input_ids=tokens, position_ids=positions, use_cache=False
@@ -50,7 +50,7 @@ class _Target(torch.nn.Module):
         return (logits, logits.argmax(-1), hidden, *attend.present())
 
 
-class _Attend:
+class KvAttention:
     """Attention of one traced forward pass: owners append, sharers read what the owner wrote.
 
     A sharing layer takes the owner's *present* value, so it runs after the owner has written.
@@ -95,7 +95,7 @@ class _Attend:
         return tuple(half for kv in self.plan.owners for half in self.buffers[kv.layer])
 
 
-def _keep_rows(wanted_rows: torch.Tensor) -> Any:
+def keep_rows(wanted_rows: torch.Tensor) -> Any:
     """KV-shared layers need only the wanted rows: they write no KV (Gemma 4 E2B: 20 of 35)."""
 
     def keep(

@@ -295,8 +295,16 @@ class Manifest:
         for name in names:
             if name not in self.engines:
                 raise DecodeError(f"engines: field {name!r} is missing")
-            if self.engines[name].split != front.split:
+            part = self.engines[name]
+            if part.split != front.split:
                 raise DecodeError(f"engines.{name}.split: must be that of the front")
+            for field in ("hidden_size", "vocab_size", "kv_dtype"):
+                if getattr(part, field) != getattr(front, field):
+                    raise DecodeError(f"engines.{name}.{field}: must be that of the front")
+        if BACK_ENGINE in self.engines and BACK_ENGINE not in names:
+            raise DecodeError("engines.back: the front has all layers, so there must be none")
+        if front.split is not None and not set(front.split.reads) <= set(front.kv):
+            raise DecodeError("engines.front.split.reads: must be buffers of the front")
 
     def _check_ids(self) -> None:
         """Special ids are tokens of the target or its tokenizer, which may be padded apart."""

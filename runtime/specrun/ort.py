@@ -176,10 +176,12 @@ class RunCache(Generic[R]):
             self._runs.clear()
             self._version = version
         run = self._runs.get(key)
-        if run is None:
-            run = self._runs[key] = self._make(*key)
-            if len(self._runs) > MAX_PREPARED_RUNS:
-                self._runs.popitem(last=False)
+        if run is not None:
+            self._runs.move_to_end(key)
+            return run
+        run = self._runs[key] = self._make(*key)
+        if len(self._runs) > MAX_PREPARED_RUNS:
+            self._runs.popitem(last=False)  # the one that was not used for longest
         return run
 
 

@@ -71,7 +71,7 @@ class _ByRule:
     """A number that :func:`next_num_draft` changes."""
 
     def __init__(self, name: ScheduleName, num_draft: int) -> None:
-        self.name = name
+        self.name: ScheduleName = name
         self.num_draft = num_draft
 
     def update(
