@@ -289,3 +289,34 @@ def test_a_draft_that_is_not_confident_is_the_last(open_toy: OpenToy, do_sample:
         assert probabilities[-1] < 0.7
         assert (q is None) is not do_sample
     assert lengths == ({1, 3} if do_sample else {3})
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 4}])
+def test_a_text_longer_than_the_draft_models_context_is_the_same_again(
+    open_toy: Callable[..., specrun.Engine], options: dict[str, Any]
+) -> None:
+    """What was left out of one text must not be left out of the next."""
+    table = tuple(tuple(float(x) for x in row) for row in np.full((10, 10), 0.1))
+    toy = Toy(table=table, draft=Toy(table=table, max_context=16))
+    engine = open_toy(toy)
+    runs = [
+        engine.generate(
+            [1, 2, 3] * 4,
+            method="draft",
+            num_assistant_tokens=5,
+            max_new_tokens=30,
+            strict=True,
+            **options,
+        )
+        for _ in range(3)
+    ]
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    assert runs[0].stats.accepted_by_round == runs[1].stats.accepted_by_round
+    session = engine.session()
+    for _ in range(2):
+        session.rewind(0)
+        session.append([1, 2, 3] * 4)
+        again = session.generate(
+            method="draft", num_assistant_tokens=5, max_new_tokens=30, **options
+        )
+        assert again.tokens == runs[0].tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import time
 import warnings
@@ -281,3 +282,105 @@ def test_a_target_that_fails_is_an_error(
 
 def test_threads_default_to_the_cpus_we_may_use(open_toy: OpenToy) -> None:
     assert open_toy(Toy(), threads=None).options.threads == len(os.sched_getaffinity(0))
+
+
+class Meddling(Oracle):
+    """Writes into what it is given, as nobody should."""
+
+    def begin(self, tokens: Any) -> None:
+        super().begin(list(tokens))
+        tokens.append(7)
+
+    def observe(self, tokens: Any, hidden: Any) -> None:
+        super().observe(list(tokens), hidden)
+        tokens.clear()
+
+
+def test_a_drafter_cannot_change_the_text(open_toy: OpenToy) -> None:
+    toy = Toy()
+    result = open_toy(toy).generate([1, 2], drafter=Meddling(toy), max_new_tokens=20, strict=True)
+    assert result.tokens == toy.plain([1, 2], 20)
+
+
+class Outside(Oracle):
+    """Drafts an id that the target does not have."""
+
+    def draft(self, token: int, place: int) -> int:
+        return -1 if place == 1 else token
+
+
+class NeedsRows(Oracle):
+    """Asks for hidden rows of the prompt, which the toy's target does not return."""
+
+    needs_prompt_rows = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Outside, "token -1 was drafted, ids are 0 to 9"),
+        (NeedsRows, r"target\.onnx returns no hidden states of the prompt"),
+    ],
+)
+def test_a_drafter_that_asks_or_says_what_cannot_be(
+    open_toy: OpenToy, kind: type[Oracle], says: str
+) -> None:
+    toy = Toy()
+    engine = open_toy(toy)
+    with pytest.raises(specrun.EngineError, match=says):
+        engine.generate([1], drafter=kind(toy), max_new_tokens=20, strict=True)
+    said: list[str] = []
+    result = engine.generate([1], drafter=kind(toy), max_new_tokens=20, on_warning=said.append)
+    assert result.tokens == toy.plain([1], 20) and result.stats.mode == "fallback"
+    assert len(said) == 1 and re.search(says, said[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"raw": "no"}, "raw: must be true or false, got 'no'"),
+        ({"do_sample": "yes"}, "do_sample: must be true or false, got 'yes'"),
+        ({"strict": None}, "strict: must be true or false, got None"),
+        ({"system": 5}, "system: must be a text, got 5"),
+        ({"num_assistant_tokens_schedule": 5}, "num_assistant_tokens_schedule: must be one of"),
+        ({"max_matching_ngram_size": None}, "max_matching_ngram_size: must be a number, got None"),
+        ({"ensemble_weight": None}, "ensemble_weight: must be a number, got None"),
+        ({"temperature": 10**400}, "temperature: must be a number of at least 0, got 1000"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias: must give token ids a number each"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias: must give token ids a number each"),
+        ({"logits_processor": 5}, "logits_processor: must be functions, got 5"),
+        ({"do_sample": True, "temperature": 0}, "temperature: 0 is greedy, which do_sample"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens: must be at most"),
+        ({"eos_token_ids": [99]}, "eos_token_ids: must hold token ids below 10, got 99"),
+        ({"assistant_confidence_threshold": 0.5, "method": "plain"}, "assistant_confidence_thr"),
+        ({"ensemble_weight": 0.5, "num_assistant_tokens": 0}, "ensemble_weight: needs the"),
+        ({"num_assistant_tokens": 17}, "num_assistant_tokens: the drafter was exported for at"),
+        ({"drafter": Oracle(Toy()), "method": "plain"}, "drafter: method 'plain' drafts nothing"),
+    ],
+)
+def test_options_of_no_use_or_of_the_wrong_kind(
+    open_toy: OpenToy, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_toy(Toy(drafter=True)).generate([1], **options)
+    assert says in str(caught.value) and caught.value.hint
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 3.5, b"12", {"a": 1}])
+def test_prompts_of_the_wrong_kind(open_toy: OpenToy, prompt: Any) -> None:
+    engine = open_toy(Toy())
+    with pytest.raises(UsageError, match="prompt: must be a text"):
+        engine.generate(prompt)
+    with pytest.raises(UsageError, match="prompt: must be a text"):
+        engine.session().append(prompt)
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"engines"])
+def test_folders_of_the_wrong_kind(folder: Any) -> None:
+    with pytest.raises(UsageError, match="folder: must be a path, got"):
+        specrun.load(folder)
+
+
+def test_a_tuning_file_that_is_not_there(open_toy: OpenToy) -> None:
+    with pytest.raises(UsageError, match=r"tuning: 'nope\.json' is no file"):
+        open_toy(Toy(), tuning="nope.json")

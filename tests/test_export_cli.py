@@ -84,11 +84,15 @@ def test_export_errors(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "engines"
     failed(call("no-such-thing", "-o", out), "no-such-thing: no such folder", "presets: gemma4")
     failed(call(tmp_path, "-o", out), f"{tmp_path}: no config.json in it", "save_pretrained")
-    failed(
-        call(llama, "--drafter", llama, "--drafter", llama, "-o", out),
-        "two drafters are for the method draft",
-        "give one drafter per method",
-    )
+    for arguments, says in (
+        ((llama, "--drafter", llama, "--drafter", llama), "two drafters are for the method draft"),
+        ((llama, "--drafter", llama, "--drafter", "none"), "--drafter: 'none' excludes others"),
+        ((llama, "--early-exit", 0), "--early-exit: must be at least 1, got 0"),
+        ((llama, "--early-exit", 99), "give 1 to"),
+    ):
+        wrong = call(*arguments, "-o", out)
+        assert (wrong.exit_code, wrong.stdout) == (2, "") and says in wrong.stderr
+    assert call("check", tmp_path, "--drafter", llama).exit_code == 2
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     failed(call(llama, "-o", tmp_path / "full"), "has files in it", "give a new or empty folder")
@@ -239,7 +243,9 @@ def test_inspect(exported_pair: ExportedPair, pair: Pair) -> None:
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
     values = {name.strip(): value.strip() for name, value in lines.items()}
     assert values["target"] == "gemma4-e2b (Gemma4ForCausalLM)"
-    assert values["method mtp-drafter"] == "assistant-plain, drafts up to 8 tokens"
+    assert values["method mtp-drafter"] == (
+        "assistant-plain, starts with 4 drafts (heuristic_transient), drafts up to 8 tokens"
+    )
     assert values["engine mtp_drafter"].startswith("mtp_drafter.onnx, fp32")
     data: dict[str, Any] = json.loads(call("inspect", made.folder, "--json").stdout)
     assert manifests.loads(json.dumps(data)) == made.manifest

@@ -16,6 +16,7 @@ import click
 from specrun import __version__
 from specrun.cli import DefaultGroup, inspect
 from specrun.cli_errors import reports_errors
+from specrun.errors import UsageError
 
 if TYPE_CHECKING:
     from specexport.sources import Source
@@ -179,6 +180,11 @@ def check(folder: Path, source: str | None, drafters: tuple[str, ...], as_json: 
     _check_installed()
     from specexport import exporter
 
+    if source is None and drafters:
+        raise UsageError(
+            "--drafter: has no use without the SOURCE that the folder was exported from",
+            hint="give SOURCE too, or neither",
+        )
     if source is None:
         worst = exporter.check_itself(folder)
         outcome = f"sound: blocks and single rows differ by {worst:.1e} at most"
@@ -228,7 +234,11 @@ def _sources(
         target, own = resolve_pair(source, revision=revision)
         return target, [] if own is None else [own]
     target = resolve(source, revision=revision)
-    if drafters == (NO_DRAFTER,):
+    if NO_DRAFTER in drafters:
+        if len(drafters) > 1:
+            raise UsageError(
+                f"--drafter: 'none' excludes others, got {', '.join(drafters)}", hint="give one"
+            )
         return target, []
     return target, [resolve(drafter) for drafter in drafters]
 

@@ -57,7 +57,10 @@ class ExportOptions:
         if self.max_context is not None and self.max_context < 2:
             raise UsageError(f"max_context: must be at least 2, got {self.max_context}")
         if self.early_exit is not None and self.early_exit < 1:
-            raise UsageError(f"early_exit: must be at least 1, got {self.early_exit}")
+            raise UsageError(
+                f"early_exit: must be at least 1, got {self.early_exit}",
+                hint="give the number of first layers that draft",
+            )
 
 
 Drafters = Source | Sequence[Source] | None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specexport import naming
 from specexport.errors import WeightsError
 from specexport.safetensors_files import read_folder
-from specexport.sources import Source
+from specexport.sources import Source, quiet
 from specexport.weights import Shape, Weights
 
 if TYPE_CHECKING:
@@ -90,4 +90,5 @@ def load_reference(source: Source, target: Any, dtype: Any) -> Any:
     target._keys_to_ignore_on_load_unexpected = [*behind, r"^mtp\."]
     target.config.name_or_path = str(source.path)
     target.config.dtype = dtype
-    return MtpModel.from_pretrained(target, device_map={"": "cpu"}).eval()
+    with quiet():
+        return MtpModel.from_pretrained(target, device_map={"": "cpu"}).eval()

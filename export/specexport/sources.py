@@ -99,7 +99,7 @@ class Source:
 
         cls, config = self.class_and_config()
         dtype = dtype or torch.float32
-        with _quiet():
+        with quiet():
             if self.path.is_file():
                 loaded: Any = gguf_source.load_model(self.path, cls, config, dtype)
             else:
@@ -277,7 +277,7 @@ def _generation(full_config: Any, config: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no report of unused tensors: what matters is raised."""
     from transformers.utils import logging
 

@@ -31,6 +31,14 @@ ENGINE = EngineOptions()
 GENERATE = GenerateOptions()
 
 
+class Dashed(click.Choice[str]):
+    """A choice that may be written with underscores too, as transformers does."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See :class:`click.Choice`."""
+        return super().convert(str(value).replace("_", "-"), param, ctx)
+
+
 class DefaultGroup(click.Group):
     """A group whose sub-command ``default`` may be left out."""
 
@@ -82,7 +90,11 @@ SAMPLING: tuple[tuple[str, Any, str], ...] = (
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of sampling. What is not given is as the checkpoint says, or off."""
     bias = click.option("--logit-bias", multiple=True, metavar="ID:NUMBER", help=_BIAS)
-    words = click.option("--bad-word", multiple=True, help="Text that must not come; repeatable.")
+    words = click.option(
+        "--bad-word",
+        multiple=True,
+        help="Text that must not come as its own tokens; repeatable.",
+    )
     logprobs = click.option(
         "--logprobs", type=int, help="With --json: log-probabilities, and so many alternatives."
     )
@@ -124,7 +136,7 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 )
 @click.option(
     "--schedule",
-    type=click.Choice([name.replace("_", "-") for name in SCHEDULES]),
+    type=Dashed([name.replace("_", "-") for name in SCHEDULES]),
     default=GENERATE.num_assistant_tokens_schedule,
     help="How that number changes from round to round.  [default: the folder's, or constant]",
 )
@@ -202,6 +214,8 @@ def run(
       echo "Hello" | specrun engines/ --prompt-file - -n 64 --stop "."
       specrun engines/ --prompt "List the planets" --json
     """
+    if given["logprobs"] is not None and not as_json:
+        raise UsageError("--logprobs: are shown with --json only", hint="give --json too")
     engine_options = _pick(EngineOptions, given)
     generate_options = _generate_options(given)
     text = _prompt(prompt, prompt_file)
@@ -370,7 +384,7 @@ def _options_line(options: GenerateOptions) -> str:
     neutral = (None, 0, 1)
     given = {name: getattr(options, name) for name in names}
     shown = [
-        f"{name} {value:g}"
+        f"{name} {value}"
         for name, value in given.items()
         if value is not None and (name == "seed" or value not in neutral)
     ]
@@ -394,7 +408,10 @@ def _manifest_table(manifest: Manifest) -> str:
         source = drafter.source.id if drafter.source is not None else "the target's own checkpoint"
         most = drafter.max_num_draft
         limit = f", drafts up to {most} tokens" if most is not None else ""
-        lines[f"method {method}"] = f"{source}{limit}"
+        start = f", starts with {drafter.num_assistant_tokens} drafts ({drafter.schedule})"
+        front = manifest.engines.get("front") if method == "early-exit" else None
+        layers = f", first {front.split.early_exit} layers" if front and front.split else ""
+        lines[f"method {method}"] = f"{source}{layers}{start}{limit}"
     for name, engine in manifest.engines.items():
         own = engine.role is not Role.MTP_DRAFTER and engine.kv
         kv = f", {engine.kv_bytes_per_token} bytes of KV per token" if own else ""

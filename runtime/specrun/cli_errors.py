@@ -28,7 +28,9 @@ FLAGS = {
     "do_sample": "--sample",
     "bad_words": "--bad-word",
     "eos_token_ids": "--eos-token-id",
-    "num_draft": "--num-draft",  # of specexport, which reports its errors with the same function
+    # Of specexport, which reports its errors with the same function.
+    "num_draft": "--num-draft",
+    "early_exit": "--early-exit",
 }
 
 

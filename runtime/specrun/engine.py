@@ -35,6 +35,8 @@ def load(folder: str | Path, *, options: EngineOptions | None = None, **changes:
 
     Raises UsageError, FolderError before any engine is opened, or EngineError.
     """
+    if not isinstance(folder, (str, Path)):
+        raise UsageError(f"folder: must be a path, got {folder!r}", hint="give a string or a Path")
     return Engine(Path(folder), build(EngineOptions, changes, options))
 
 
@@ -62,6 +64,10 @@ class Engine:
         self._progress: Progress | None = None
         self._warned = False
         tuning_file = None if self.options.tuning is None else Path(self.options.tuning)
+        if tuning_file is not None and not tuning_file.is_file():
+            raise UsageError(
+                f"tuning: {str(tuning_file)!r} is no file", hint="give one that specrun tune wrote"
+            )
         self._schedules = Schedules(self.folder, self.manifest, self.options, tuning_file)
 
     @overload
@@ -177,6 +183,11 @@ class Engine:
         self._warn_of_defaults(warn)
         if callable(logits_processor):
             logits_processor = (logits_processor,)
+        if not isinstance(logits_processor, Sequence) or not all(map(callable, logits_processor)):
+            raise UsageError(
+                f"logits_processor: must be functions, got {logits_processor!r}",
+                hint="give a function of tokens and logits, or a list of such",
+            )
         return Request(
             options=resolved,
             bad_words_ids=self._bad_words(resolved),
@@ -288,7 +299,7 @@ class Engine:
 
         def run() -> Generator[str, None, Result]:
             lane = self._open_lane()
-            lane.target.truncate(0)
+            lane.reset()
             self._progress = Progress(lane.target, list(tokens))
             return request.alone(lane, self._progress)
 

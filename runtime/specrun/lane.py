@@ -85,6 +85,14 @@ class Lane:
         )
         self._drafters: dict[DraftMethod, Drafter] = {}
 
+    def reset(self) -> None:
+        """Forget the text, so that the next one does not depend on it in the last bit."""
+        self.target.truncate(0)
+        for drafter in self._drafters.values():
+            reset = getattr(drafter, "reset", None)
+            if reset is not None:
+                reset()
+
     def drafter(self, options: GenerateOptions) -> Drafter:
         """What drafts by the resolved method of ``options``. Raises EngineError, FolderError."""
         if options.method == "prompt-lookup":

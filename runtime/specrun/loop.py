@@ -176,7 +176,7 @@ def speculate(
 
         meter.switch("draft")
         drafter.truncate(stood)
-        drafter.observe(emitted, rows.hidden[0, : len(emitted)])
+        drafter.observe(list(emitted), rows.hidden[0, : len(emitted)])
         meter.switch("other")
         if wanted > 0 or num_draft == 0:
             draft_seconds, verify_seconds = meter.since(before)
@@ -205,7 +205,7 @@ def _prefill(progress: Progress, drafter: Drafter, judge: Judge, meter: Meter) -
     by_rows = drafter.needs_prompt_rows
     if by_rows:
         target.truncate(0)  # rows that are in the KV already are not returned again
-    drafter.begin(prompt[:1] if by_rows else prompt)
+    drafter.begin(prompt[:1] if by_rows else list(prompt))
 
     def on_rows(start: int, hidden: NDArray[np.float32]) -> None:
         # Row i gave token i + 1. The row of the last token gives one that is not known yet.

@@ -30,6 +30,7 @@ T = TypeVar("T", bound="EngineOptions | GenerateOptions")
 
 
 MAX_THREADS = 1024
+LARGEST = 1e30  # of an option that is a number; larger ones are a mistake
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class GenerateOptions:
     transformers (off).
     ``seed``: of this generation's random numbers; row i of a batch has ``seed + i`` (a new one).
     ``repetition_penalty``: (1). ``no_repeat_ngram_size``, ``min_new_tokens``: (0).
-    ``bad_words``: texts that must not come. ``bad_words_ids``: the same as token ids.
+    ``bad_words``: texts whose tokens must not come in a row, alone or behind a space; other tokens
+    that spell the same may. ``bad_words_ids``: the same as token ids.
     ``logit_bias``: token id -> what is added to its logit.
     ``logprobs``: report the log-probability of every token, and so many alternatives.
     ``eos_token_ids``: end ids (None: the manifest's; an int, a list, or an empty list for none).
@@ -123,9 +125,16 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
-        if isinstance(self.num_assistant_tokens_schedule, str):
+        for name in ("raw", "strict", "do_sample"):
+            _truth(name, getattr(self, name), optional=name == "do_sample")
+        if self.system is not None and not isinstance(self.system, str):
+            raise UsageError(f"system: must be a text, got {self.system!r}", hint="give a string")
+        for name in ("max_matching_ngram_size", "ensemble_weight"):
+            if getattr(self, name) is None:
+                raise UsageError(f"{name}: must be a number, got None", hint=f"leave {name} out")
+        if self.num_assistant_tokens_schedule is not None:
             name = "num_assistant_tokens_schedule"
-            spelled = self.num_assistant_tokens_schedule.replace("-", "_")
+            spelled = str(self.num_assistant_tokens_schedule).replace("-", "_")
             object.__setattr__(self, name, spelled)
             _one_of(name, spelled, SCHEDULES)
         for name, least in _LEAST.items():
@@ -145,6 +154,11 @@ class GenerateOptions:
             )
 
     def _check_sampling(self) -> None:
+        if self.do_sample and self.temperature == 0:
+            raise UsageError(
+                "temperature: 0 is greedy, which do_sample excludes",
+                hint="give a temperature above 0, or leave do_sample out",
+            )
         if self.do_sample is not False:
             return
         for name in SAMPLING_ONLY:
@@ -226,11 +240,17 @@ def _at_least(name: str, value: object, least: int) -> None:
         )
 
 
+def _truth(name: str, value: object, *, optional: bool) -> None:
+    if isinstance(value, bool) or (optional and value is None):
+        return
+    raise UsageError(f"{name}: must be true or false, got {value!r}", hint="give True or False")
+
+
 def _within(name: str, value: object, bounds: _Range) -> None:
     if value is None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or float(cast(float, value)) not in bounds:
+    if not number or abs(cast(float, value)) > LARGEST or float(cast(float, value)) not in bounds:
         raise UsageError(
             f"{name}: must be {bounds}, got {value!r}", hint=f"give {name} another value"
         )
@@ -292,9 +312,10 @@ def _bias(name: str, value: object) -> Mapping[int, float] | None:
         return None
     right = isinstance(value, Mapping) and all(
         isinstance(token, int)
+        and not isinstance(token, bool)
         and token >= 0
         and isinstance(bias, (int, float))
-        and not math.isnan(bias)
+        and (abs(bias) <= LARGEST or abs(bias) == math.inf)
         for token, bias in value.items()
     )
     if not right:

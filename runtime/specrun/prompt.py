@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from specrun import chat
@@ -41,6 +41,11 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = _encode_text(prompt, options, tokenizer, template, manifest)
     else:
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise UsageError(
+                f"prompt: must be a text, token ids or messages, got {prompt!r}",
+                hint="give a string, or a list of token ids or of messages",
+            )
         items = list(prompt)
         if any(isinstance(item, (str, list, tuple)) for item in items):
             raise UsageError(
@@ -107,6 +112,10 @@ def _encode_messages(
 
 def check_ids(items: Sequence[Any], vocab_size: int) -> list[int]:
     """``items`` as token ids below ``vocab_size``. Raises UsageError."""
+    if isinstance(items, (bytes, Mapping)) or not isinstance(items, Iterable):
+        raise UsageError(
+            f"prompt: must be a text or token ids, got {items!r}", hint="give a string or a list"
+        )
     ids = []
     for place, item in enumerate(items):
         try:

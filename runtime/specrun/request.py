@@ -171,10 +171,13 @@ class Request:
         meter.mode = "speculative"
         try:
             found = self.drafter if self.drafter is not None else lane.drafter(options)
+            engine = lane.resources.manifest.target_engine
+            if getattr(found, "needs_prompt_rows", False) and not engine.all_hidden:
+                raise EngineError(f"{engine.file} returns no hidden states of the prompt")
         except Exception as error:  # whatever it is, the target can go on without a drafter
             on_failure(error)
             return NoDrafter()
-        return GuardedDrafter(found, on_failure)
+        return GuardedDrafter(found, on_failure, vocab_size=engine.vocab_size)
 
 
 def _send(rounds: Rounds, answer: Rows | None) -> Commit | Block | None:

@@ -20,6 +20,13 @@ from specrun.options import (
 
 # What "auto" takes, the first that the folder has.
 PREFERRED: tuple[DraftMethod, ...] = ("mtp-drafter", "mtp", "draft", "universal", "early-exit")
+HOW: dict[str, str] = {
+    "mtp-drafter": "export with its assistant (specexport --drafter ASSISTANT)",
+    "mtp": "export a checkpoint that has MTP layers (specexport --mtp)",
+    "draft": "export with a smaller model (specexport --drafter SMALL)",
+    "universal": "export with a model of another tokenizer (specexport --drafter OTHER)",
+    "early-exit": "export with specexport --early-exit LAYERS",
+}
 NEEDS_Q = "needs the drafter's own distribution over the target's vocabulary"
 NO_Q = {"plain": "there is none", "prompt-lookup": "it has none", "universal": "it has another"}
 
@@ -87,7 +94,8 @@ def resolve_generate(options: GenerateOptions, manifest: Manifest) -> GenerateOp
         **_sampling(options, manifest.generation.defaults),
     )
     _check_ensemble(resolved)
-    _check_ids(resolved, manifest.target_engine.vocab_size)
+    _check_no_effect(options, resolved)
+    _check_ids(resolved, manifest.target_engine.vocab_size, manifest.tokenizer.vocab_size)
     return resolved
 
 
@@ -109,7 +117,7 @@ def _method(options: GenerateOptions, manifest: Manifest) -> Any:
         have = ", ".join((*manifest.drafters, "prompt-lookup", "plain"))
         raise UsageError(
             f"method: {method!r} needs a drafter engine, this folder has none",
-            hint=f"export the folder with its drafter, or use one of {have}",
+            hint=f"{HOW[method]}, or use one of {have}",
         )
     return method
 
@@ -123,7 +131,13 @@ def _drafting(options: GenerateOptions, method: str, manifest: Manifest) -> dict
     elif num_draft is None:
         num_draft = drafter.num_assistant_tokens if drafter else DEFAULT_NUM_ASSISTANT_TOKENS
     if drafter is not None:
-        num_draft = min(num_draft, drafter.max_num_draft or num_draft)
+        most = drafter.max_num_draft
+        if most is not None and num_draft > most:
+            raise UsageError(
+                f"num_assistant_tokens: the drafter was exported for at most {most},"
+                f" got {num_draft}",
+                hint=f"give {most} or less, or export with a larger --num-draft",
+            )
         schedule = schedule or drafter.schedule
     return {
         "num_assistant_tokens": num_draft,
@@ -163,6 +177,11 @@ def _does_sample(options: GenerateOptions, defaults: Mapping[str, Any]) -> bool:
 def _check_ensemble(options: GenerateOptions) -> None:
     if options.ensemble_weight == 1:
         return
+    if options.num_assistant_tokens == 0:
+        raise UsageError(
+            f"ensemble_weight: {NEEDS_Q}, and nothing is drafted (got {options.ensemble_weight:g})",
+            hint="give num_assistant_tokens of 1 or more, or leave ensemble_weight out",
+        )
     if reason := NO_Q.get(options.method):
         raise UsageError(
             f"ensemble_weight: {NEEDS_Q}; method {options.method}: {reason}"
@@ -171,8 +190,31 @@ def _check_ensemble(options: GenerateOptions) -> None:
         )
 
 
-def _check_ids(options: GenerateOptions, vocab_size: int) -> None:
+def _check_no_effect(asked: GenerateOptions, resolved: GenerateOptions) -> None:
+    """What was asked for and can do nothing is a mistake, not something to ignore."""
+    if asked.assistant_confidence_threshold and resolved.method in ("plain", "prompt-lookup"):
+        raise UsageError(
+            f"assistant_confidence_threshold: method {resolved.method} has no probabilities,"
+            f" got {asked.assistant_confidence_threshold:g}",
+            hint="use a drafter with a distribution, or leave it out",
+        )
+    least, most = asked.min_new_tokens, resolved.max_new_tokens
+    if least is not None and most is not None and least > most:
+        raise UsageError(
+            f"min_new_tokens: must be at most max_new_tokens {most}, got {least}",
+            hint="give a smaller minimum or a larger maximum",
+        )
+
+
+def _check_ids(options: GenerateOptions, vocab_size: int, tokenizer_size: int) -> None:
     """Ids that the target does not have are a mistake, not something to ignore."""
+    most = max(vocab_size, tokenizer_size)
+    for token in options.eos_token_ids or ():
+        if token >= most:
+            raise UsageError(
+                f"eos_token_ids: must hold token ids below {most}, got {token}",
+                hint="give ids of the target's vocabulary",
+            )
     given = [("logit_bias", token) for token in options.logit_bias or ()]
     given += [("bad_words_ids", token) for word in options.bad_words_ids or () for token in word]
     for name, token in given:

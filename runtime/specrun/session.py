@@ -65,9 +65,10 @@ class Session:
         """Keep the first ``length`` tokens. Raises UsageError where there are fewer."""
         self._engine.check_free()
         committed = self._progress.committed
-        if not 0 <= length <= len(committed):
+        whole = isinstance(length, int) and not isinstance(length, bool)
+        if not whole or not 0 <= length <= len(committed):
             raise UsageError(
-                f"length: must be from 0 to the session's {len(committed)} tokens, got {length}",
+                f"length: must be from 0 to the session's {len(committed)} tokens, got {length!r}",
                 hint="rewind to a length it has had",
             )
         del committed[length:]

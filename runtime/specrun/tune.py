@@ -34,6 +34,7 @@ from specrun.tuning import (
     Entry,
     MethodCosts,
     Points,
+    check_writable,
     engine_hashes,
     this_machine,
     write,
@@ -72,6 +73,7 @@ def tune(
     resolved = resolve_engine(options or EngineOptions(), manifest)
     tokenizer = Tokenizer(folder / manifest.tokenizer.file)
     path = out or folder / TUNING
+    check_writable(path)
     resources = Resources(folder, manifest, resolved, tokenizer)
     try:
         entry = measure(resources, on_progress)

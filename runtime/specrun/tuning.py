@@ -133,7 +133,9 @@ def read(path: Path) -> Tuning:
     except OSError as error:
         raise FolderError(f"{path}: {error.strerror}", hint="run specrun tune first") from error
     except (ValueError, RecursionError) as error:
-        raise FolderError(f"{path}: not JSON: {error}", hint=AGAIN) from error
+        raise FolderError(
+            f"{path}: not JSON: {error}", hint=f"delete the file and {AGAIN}"
+        ) from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
         newer = isinstance(version, int) and version > FORMAT
@@ -145,6 +147,25 @@ def read(path: Path) -> Tuning:
         return decode(Tuning, data)
     except DecodeError as error:
         raise FolderError(f"{path}: {error}", hint=f"delete the file and {AGAIN}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise FolderError where :func:`write` would, before anything is measured."""
+    if path.exists():
+        read(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    os.close(handle)
+    Path(name).unlink()
+
+
+def _not_writable(path: Path, error: OSError) -> FolderError:
+    return FolderError(
+        f"{path}: cannot be written: {error.strerror}",
+        hint="give --out FILE in a folder that can, and --tuning FILE to use it",
+    )
 
 
 def write(path: Path, entry: Entry) -> None:
@@ -159,10 +180,7 @@ def write(path: Path, entry: Entry) -> None:
     try:
         _replace(path, text)
     except OSError as error:
-        raise FolderError(
-            f"{path}: cannot be written: {error.strerror}",
-            hint="give --out FILE in a folder that can, and --tuning FILE to use it",
-        ) from error
+        raise _not_writable(path, error) from error
 
 
 def _replace(path: Path, text: str) -> None:

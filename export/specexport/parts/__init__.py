@@ -14,10 +14,11 @@ from specexport.parts.early_exit import EarlyExit, TargetInParts
 from specexport.parts.target import WholeTarget
 from specexport.sources import Source
 from specrun.contract import FRONT_ENGINE
+from specrun.errors import UsageError
 
 if TYPE_CHECKING:
     from specexport.exporter import ExportOptions
-    from specrun.manifest import Manifest
+    from specrun.manifest import DraftMethod, Manifest
 
 
 def plan(
@@ -45,6 +46,8 @@ def of_folder(made: Manifest, target: Source, drafters: Sequence[Source]) -> lis
         drafting.append(EarlyExit(target, front.split.early_exit))
     _check_methods(drafting)
     given = {part.method: part for part in drafting}
+    for source, part in zip(drafters, drafting, strict=False):
+        _check_same(made, part.method, source)
     for method, drafter in made.drafters.items():
         if method not in given and drafter.source is not None:
             raise SourceError(
@@ -53,6 +56,18 @@ def of_folder(made: Manifest, target: Source, drafters: Sequence[Source]) -> lis
                 hint="give it with --drafter",
             )
     return [given[method] for method in made.drafters if method in given]
+
+
+def _check_same(made: Manifest, method: DraftMethod, source: Source) -> None:
+    """A drafter that is given has the shape of the folder's."""
+    there = made.drafters.get(method)
+    have = None if there is None or there.source is None else there.source.architecture
+    if have != source.architecture:
+        has = "none" if have is None else f"a {have}"
+        raise SourceError(
+            f"{source.id}: is a {source.architecture} for {method}, the folder has {has}",
+            hint="give the drafters that the folder was exported with",
+        )
 
 
 def _drafter(source: Source, target: Source) -> DrafterPart:
@@ -65,7 +80,7 @@ def _check_methods(drafting: Sequence[DrafterPart]) -> None:
     seen: set[str] = set()
     for part in drafting:
         if part.method in seen:
-            raise SourceError(
+            raise UsageError(
                 f"two drafters are for the method {part.method}",
                 hint="give one drafter per method",
             )

@@ -212,15 +212,20 @@ class DraftModel:
 def same_tokenizer(a: Path, b: Path) -> bool:
     """Whether two checkpoints have one vocabulary, up to added tokens and padding.
 
-    Every id that both have as an ordinary token is written the same. Raises SourceError.
+    Every id that both have, and one of them as an ordinary token, is written the same; and one of
+    them has all ordinary tokens of the other. Raises SourceError.
     """
-    ours, theirs = (_ordinary(tokenizer_files.load(path)) for path in (a, b))
-    common = ours.keys() & theirs.keys()
-    shorter = min(len(ours), len(theirs))
-    return len(common) == shorter and all(ours[id_] == theirs[id_] for id_ in common)
+    ours, theirs = (_Vocabulary(tokenizer_files.load(path)) for path in (a, b))
+    if not (ours.ordinary <= theirs.ordinary or theirs.ordinary <= ours.ordinary):
+        return False
+    common = ours.written.keys() & theirs.written.keys()
+    compared = common & (ours.ordinary | theirs.ordinary)
+    return all(ours.written[id_] == theirs.written[id_] for id_ in compared)
 
 
-def _ordinary(tokenizer: Any) -> dict[int, str]:
-    """Id -> written form of the tokens that were not added to the vocabulary."""
-    added = set(tokenizer.added_tokens_decoder)
-    return {id_: name for name, id_ in tokenizer.get_vocab().items() if id_ not in added}
+class _Vocabulary:
+    """Id -> written form; and the ids of tokens that were not added to the vocabulary."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.written: dict[int, str] = {i: name for name, i in tokenizer.get_vocab().items()}
+        self.ordinary = self.written.keys() - set(tokenizer.added_tokens_decoder)

@@ -17,8 +17,11 @@ class GuardedDrafter:
     """Passes the verbs on. When one raises, ``on_failure(error)`` is called once (it may raise
     in turn) and from then on nothing is proposed."""
 
-    def __init__(self, drafter: Drafter, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, drafter: Drafter, on_failure: Callable[[Exception], None], *, vocab_size: int
+    ) -> None:
         self._drafter: Drafter | None = drafter
+        self._vocab_size = vocab_size
         self._on_failure = on_failure
 
     @property
@@ -28,6 +31,8 @@ class GuardedDrafter:
             return 0
         try:
             most = self._drafter.max_drafts
+            if most is not None and operator.index(most) < 0:
+                raise ValueError(f"max_drafts must be None or at least 0, got {most}")
             return None if most is None else operator.index(most)
         except Exception as error:
             self._fail(error)
@@ -48,11 +53,11 @@ class GuardedDrafter:
 
     def propose(self, count: int, sampler: Sampler) -> Proposal:
         """See :class:`Drafter`; at most ``count`` tokens, none after a failure."""
-        given = self._call("propose", count, sampler)
-        if given is None:
+        drafter = self._drafter
+        if drafter is None:
             return Proposal([])
         try:
-            return _checked(given, count)
+            return _checked(drafter.propose(count, sampler), count, self._vocab_size)
         except Exception as error:
             self._fail(error)
             return Proposal([])
@@ -75,10 +80,13 @@ class GuardedDrafter:
         self._on_failure(error)
 
 
-def _checked(given: Proposal | Sequence[int], count: int) -> Proposal:
-    """Whole numbers, at most ``count``; every token can come from what it was drawn from."""
+def _checked(given: Proposal | Sequence[int], count: int, vocab_size: int) -> Proposal:
+    """Token ids, at most ``count``; every token can come from what it was drawn from."""
     tokens, q = given if isinstance(given, Proposal) else (given, None)
     drafts = [operator.index(token) for token in itertools.islice(tokens, count)]
+    for token in drafts:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} was drafted, ids are 0 to {vocab_size - 1}")
     if q is None:
         return Proposal(drafts)
     distributions = list(itertools.islice(q, count))

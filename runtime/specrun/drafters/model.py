@@ -47,6 +47,11 @@ class Reader:
         """Rows that the KV can hold."""
         return self.model.kv.max_context
 
+    @property
+    def slid(self) -> bool:
+        """Whether tokens in the middle of the text are left out."""
+        return self._skipped > 0
+
     def reset(self) -> None:
         """Nothing is read."""
         self.model.truncate(0)
@@ -109,10 +114,18 @@ class ModelDrafter:
     def begin(self, tokens: Sequence[int]) -> None:
         """Remember the prompt; it is read with the first proposal.
 
-        What it has in common with the text before stays read: the next turn of a chat.
+        What it has in common with the text before stays read: the next turn of a chat. Not where
+        tokens were left out, as a cold run would leave out others.
         """
+        if self.reader.slid:
+            self.reset()
         self.reader.truncate(common_prefix(self._tokens, tokens))
         self._tokens = list(tokens)
+
+    def reset(self) -> None:
+        """Forget everything: the next text must not depend on those before."""
+        self.reader.reset()
+        self._tokens = []
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """Remember the committed tokens."""

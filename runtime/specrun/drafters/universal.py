@@ -48,11 +48,19 @@ class UniversalDrafter:
         self._begun = False  # whether the text has a token that is no special one
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Start over; what the prompt has in common with the text before stays read."""
+        """Start over; what the prompt has in common with the text before stays read, unless tokens
+        were left out, as a cold run would leave out others."""
+        if self.reader.slid:
+            self.reset()
         self._follower.begin([] if self.pair.bos is None else [self.pair.bos])
         self._tokens = []
         self._begun = False
         self._follow(tokens)
+
+    def reset(self) -> None:
+        """Forget everything: the next text must not depend on those before."""
+        self.reader.reset()
+        self._sequence = []
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """Follow the committed tokens."""
