@@ -31,10 +31,11 @@ PARAGRAPH = (
     " knew that all of them had found the narrow way between the rocks. On Sundays his sister came"
     " with a basket of bread, two newspapers, and whatever the post had brought, and they drank"
     " coffee on the iron gallery while the gulls walked up and down in front of them. She asked him"
-    " every time whether he would not rather live in the town, where there were lamps in the streets"
-    " and people to talk to in the evening, and every time he said that he had a lamp of his own."
-    " When she had gone he wrote her name into the green book, beside the weather, and the number of"
-    " ferries that had passed while she was there."
+    " every time whether he would not rather live in the town, where there were lamps in the"
+    " streets and people to talk to in the evening, and every time he said that he had a lamp of"
+    " his own."
+    " When she had gone he wrote her name into the green book, beside the weather, and how many"
+    " ferries had passed while she was there."
 )
 PROMPTS = {
     "repeats": f"Repeat this paragraph word for word:\n\n{PARAGRAPH}",

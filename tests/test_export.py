@@ -13,6 +13,7 @@ import textwrap
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import exported
@@ -43,6 +44,7 @@ from specrun import ort
 from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE, Role
 from specrun.errors import EngineError, FolderError, UsageError
 from specrun.ort import open_session
+from specrun.resolve import unsupported_defaults
 from specrun.target import Target
 
 pytestmark = pytest.mark.slow
@@ -494,6 +496,29 @@ def test_a_smaller_context(llama: Source, tmp_path: Path) -> None:
     with specrun.load(tmp_path / "out", threads=1) as engine:
         result = engine.generate(prompt_of(20), eos_token_ids=[])
         assert (len(result.tokens), result.finish_reason) == (4, "length")
+
+
+def test_generation_defaults_are_kept() -> None:
+    """Lists too, so that the runtime can honour them, or say that it does not."""
+    given = {
+        "eos_token_id": [1, -1, 99],
+        "temperature": 0.7,
+        "bad_words_ids": [[3], [4, 5]],
+        "suppress_tokens": [7],
+        "top_p": float("nan"),
+        "pad_token_id": 0,
+        "_from_model_config": True,
+        "max_length": None,
+    }
+    source: Any = SimpleNamespace(generation=given, config=SimpleNamespace(vocab_size=10))
+    kept = exporter._generation(source, 32)
+    assert (kept.eos_token_ids, kept.pad_token_id, kept.max_context) == ((1,), 0, 32)
+    assert kept.defaults == {
+        "temperature": 0.7,
+        "bad_words_ids": [[3], [4, 5]],
+        "suppress_tokens": [7],
+    }
+    assert unsupported_defaults(kept.defaults) == {"suppress_tokens": [7]}
 
 
 def test_options_are_checked() -> None:

@@ -373,6 +373,13 @@ def test_generation_defaults_are_honoured_and_shown(open_toy: OpenToy) -> None:
     assert engine.generate(PROMPT, top_k=0, seed=1).options.top_k is None
 
 
+def test_bad_words_of_the_checkpoint(open_toy: OpenToy) -> None:
+    engine = open_toy(table_toy(defaults=(("bad_words_ids", [[3], [1, 2]]),)))
+    tokens = engine.generate(PROMPT, do_sample=True, seed=2, max_new_tokens=80).tokens
+    assert 3 not in tokens and (1, 2) not in itertools.pairwise(tokens)
+    assert 3 in engine.generate(PROMPT, do_sample=True, bad_words_ids=(), max_new_tokens=80).tokens
+
+
 def test_defaults_that_are_not_supported_are_said(open_toy: OpenToy) -> None:
     engine = open_toy(table_toy(defaults=(("num_beams", 4), ("length_penalty", 1.0))))
     said: list[str] = []

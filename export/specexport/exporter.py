@@ -280,13 +280,11 @@ def _generation(target: Source, max_context: int) -> Generation:
     # Some checkpoints write -1 for "none"; an id outside of the vocabulary can never come.
     vocab = int(target.config.vocab_size)
     ids = [i for i in ids if _token_id(i, vocab) is not None]
-    plain = (bool, int, float, str)
     named = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
     defaults = {
         key: value
         for key, value in sorted(given.items())
-        if key not in named and not key.startswith("_") and isinstance(value, plain)
-        if not isinstance(value, float) or math.isfinite(value)
+        if key not in named and not key.startswith("_") and _is_plain(value)
     }
     return Generation(
         eos_token_ids=tuple(int(i) for i in ids),
@@ -294,6 +292,17 @@ def _generation(target: Source, max_context: int) -> Generation:
         pad_token_id=_token_id(given.get("pad_token_id"), vocab),
         max_context=max_context,
         defaults=defaults,
+    )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it can stand in the manifest: a value of JSON, without NaN and infinity."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (bool, int, str)) or (
+        isinstance(value, float) and math.isfinite(value)
     )
 
 
