@@ -71,21 +71,30 @@ def seconds_of(result: specrun.Result) -> float:
 
 
 def measure(
-    engine: specrun.Engine, prompt: str, method: str, names: list[str], tokens: int, repeats: int
+    engine: specrun.Engine,
+    prompt: str,
+    method: str,
+    names: list[str],
+    tokens: int,
+    repeats: int,
+    *,
+    ignore_eos: bool,
 ) -> tuple[dict[str, float], int]:
     """Median seconds of every setting, and the tokens of the text.
 
     Raises SystemExit where the tokens differ.
     """
-    expected = decode(engine, prompt, tokens, **setting(PLAIN, method)).tokens
+    ends: dict[str, Any] = {"eos_token_ids": ()} if ignore_eos else {}
+    expected = decode(engine, prompt, tokens, **setting(PLAIN, method), **ends).tokens
     for name in names:
-        if decode(engine, prompt, tokens, **setting(name, method)).tokens != expected:
+        if decode(engine, prompt, tokens, **setting(name, method), **ends).tokens != expected:
             raise SystemExit(f"{method}, {name}: other tokens than plain decoding")
     times: dict[str, list[float]] = {name: [] for name in names}
     order = random.Random(0)
     for _ in range(repeats):
         for name in order.sample(names, len(names)):
-            times[name].append(seconds_of(decode(engine, prompt, tokens, **setting(name, method))))
+            result = decode(engine, prompt, tokens, **setting(name, method), **ends)
+            times[name].append(seconds_of(result))
     return {name: statistics.median(values) for name, values in times.items()}, len(expected)
 
 
@@ -105,6 +114,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8])
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--ignore-eos", action="store_true", help="texts of exactly --tokens")
     given = parser.parse_args()
     names = [PLAIN, *map(str, given.drafts), AUTO]
     found: dict[str, Any] = {}
@@ -112,7 +122,13 @@ def main() -> None:
     with specrun.load(given.engines, threads=given.threads) as engine:
         for text, prompt in PROMPTS.items():
             times, tokens = measure(
-                engine, prompt, given.method, names, given.tokens, given.repeats
+                engine,
+                prompt,
+                given.method,
+                names,
+                given.tokens,
+                given.repeats,
+                ignore_eos=given.ignore_eos,
             )
             best, slower, within = judge(times)
             fine = fine and within
