@@ -149,16 +149,7 @@ PAIRS: dict[str, Pair] = {
 
 def build(name: str) -> Any:
     """The seeded random model ``name``, its logits spread."""
-    torch.manual_seed(sum(name.encode()))
-    model = MODELS[name]()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data = torch.randn_like(parameter) * 0.2
-        else:
-            parameter.data = 1 + 0.2 * torch.randn_like(parameter)
-    embedder = getattr(model, "masked_embedding", None)
-    if embedder is not None:
-        embedder.token_ordering.data.copy_(torch.randperm(SIZE))
+    model = tiny_models.seeded(MODELS[name], name, 0.2)
     if not name.startswith("assistant"):
         model.lm_head.weight.data *= SPREAD / _logits(model).std()
     if name == "llama-words":

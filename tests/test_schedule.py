@@ -16,6 +16,7 @@ from specrun.auto_schedule import FIRST_CREDIT, SHARE, Acceptance, AutoSchedule
 from specrun.costs import StepCosts, interpolate
 from specrun.learned_costs import LearnedCosts
 from specrun.options import ScheduleName
+from specrun.outcome import Outcome
 from specrun.schedule import Schedule, make_schedule
 
 # The rules with a name in transformers.
@@ -26,11 +27,13 @@ def after(schedule: Schedule, *rounds: tuple[int, int], most: int | None = None)
     numbers = [schedule.num_draft]
     for drafted, accepted in rounds:
         schedule.update(
-            drafted=drafted,
-            accepted=accepted,
-            most=most,
-            draft_seconds=0.0,
-            verify_seconds=1.0,
+            Outcome(
+                drafted=drafted,
+                accepted=accepted,
+                most=most,
+                draft_seconds=0.0,
+                verify_seconds=1.0,
+            )
         )
         numbers.append(schedule.num_draft)
     return numbers
@@ -268,11 +271,13 @@ def simulate(text: Sequence[Place], costs: StepCosts, schedule: Schedule) -> Sim
         seconds += drafts[drafted] + steps[drafted] + costs.round_seconds
         if wanted or not schedule.num_draft:
             schedule.update(
-                drafted=drafted,
-                accepted=accepted,
-                most=None,
-                draft_seconds=drafts[drafted],
-                verify_seconds=steps[drafted],
+                Outcome(
+                    drafted=drafted,
+                    accepted=accepted,
+                    most=None,
+                    draft_seconds=drafts[drafted],
+                    verify_seconds=steps[drafted],
+                )
             )
         at += accepted + 1
     return Simulated(seconds, asked)
@@ -331,7 +336,9 @@ def test_no_drafter_can_make_auto_lose_more_than_the_credit(drafts: str, seed: i
         lost += rounds[drafted] / rounds[0] - (1 + accepted)
         tokens += 1 + accepted
         schedule.update(
-            drafted=drafted, accepted=accepted, most=None, draft_seconds=0.0, verify_seconds=1.0
+            Outcome(
+                drafted=drafted, accepted=accepted, most=None, draft_seconds=0.0, verify_seconds=1.0
+            )
         )
         assert lost <= FIRST_CREDIT + SHARE * tokens + 1e-9
 
@@ -378,22 +385,9 @@ def test_auto_with_measured_costs_does_not_look_at_the_clock() -> None:
         def num_draft(self) -> int:
             return self.inner.num_draft
 
-        def update(
-            self,
-            *,
-            drafted: int,
-            accepted: int,
-            most: int | None,
-            draft_seconds: float,
-            verify_seconds: float,
-        ) -> None:
-            self.inner.update(
-                drafted=drafted,
-                accepted=accepted,
-                most=most,
-                draft_seconds=random.random(),
-                verify_seconds=random.random(),
-            )
+        def update(self, outcome: Outcome) -> None:
+            draft, verify = random.random(), random.random()
+            self.inner.update(outcome._replace(draft_seconds=draft, verify_seconds=verify))
 
     plain = simulate(text, costs, AutoSchedule(costs, start=5)).asked
     assert simulate(text, costs, Jittery()).asked == plain

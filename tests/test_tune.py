@@ -21,6 +21,7 @@ from specrun import costs, learned_costs, manifest, tune, tuning
 from specrun.cli_tune import tune as command
 from specrun.errors import EngineError, FolderError, UsageError
 from specrun.options import EngineOptions, GenerateOptions
+from specrun.outcome import Outcome
 from specrun.resolve import resolve_engine, resolve_generate
 from specrun.schedule import Schedule
 from specrun.schedules import Schedules
@@ -106,7 +107,7 @@ def test_a_sweep_asks_for_all_in_turn() -> None:
     for _ in range(9):
         asked.append(sweep.num_draft)
         sweep.update(
-            drafted=asked[-1], accepted=0, most=None, draft_seconds=1.0, verify_seconds=2.0
+            Outcome(drafted=asked[-1], accepted=0, most=None, draft_seconds=1.0, verify_seconds=2.0)
         )
     assert [sorted(asked[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 4]] * 3
     assert sweep.cycles == 3
@@ -313,11 +314,13 @@ def asked(made: Schedule, rounds: int) -> list[int]:
         numbers.append(made.num_draft)
         right = made.num_draft * (index % 2)
         made.update(
-            drafted=made.num_draft,
-            accepted=right,
-            most=6,
-            draft_seconds=0.001 * random.random(),
-            verify_seconds=0.01,
+            Outcome(
+                drafted=made.num_draft,
+                accepted=right,
+                most=6,
+                draft_seconds=0.001 * random.random(),
+                verify_seconds=0.01,
+            )
         )
     return numbers
 
@@ -371,7 +374,9 @@ def test_the_heuristic_goes_on_by_method_and_start(folder: Path) -> None:
         schedule = made.make(options(name, start, **given), context_length=1, custom=custom)
         number = schedule.num_draft
         schedule.update(
-            drafted=number, accepted=number, most=None, draft_seconds=0.0, verify_seconds=1.0
+            Outcome(
+                drafted=number, accepted=number, most=None, draft_seconds=0.0, verify_seconds=1.0
+            )
         )
         return number
 

@@ -259,18 +259,26 @@ PAIRS: tuple[tuple[str, str | None], ...] = (
 
 def build(name: str) -> Any:
     """The seeded random model ``name``: weights apart enough that argmax is clear."""
+    model = seeded(MODELS[name], name, 0.06)
+    model.tie_weights()
+    return model.eval()
+
+
+def seeded(make: Callable[[], Any], name: str, scale: float) -> Any:
+    """``make()`` with random weights that depend on ``name`` only: matrices of ``scale``, norms
+    around 1, and a centroid head's tokens in random order."""
     torch.manual_seed(sum(name.encode()))
-    model = MODELS[name]()
+    model = make()
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data = torch.randn_like(parameter) * 0.06
+            parameter.data = torch.randn_like(parameter) * scale
         else:
             parameter.data = 1 + 0.2 * torch.randn_like(parameter)
     embedder = getattr(model, "masked_embedding", None)
     if embedder is not None:
-        embedder.token_ordering.data.copy_(torch.randperm(VOCAB))
-    model.tie_weights()
-    return model.eval()
+        order = embedder.token_ordering.data
+        order.copy_(torch.randperm(len(order)))
+    return model
 
 
 def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 
 from specrun.costs import StepCosts
 from specrun.learned_costs import LearnedCosts
+from specrun.outcome import Outcome
 
 MOST = 32  # drafts, for a drafter that has no limit of its own
 
@@ -148,28 +149,22 @@ class AutoSchedule:
             self._price(costs)
         self.num_draft = self._next(self._most)
 
-    def update(
-        self,
-        *,
-        drafted: int,
-        accepted: int,
-        most: int | None,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
+    def update(self, outcome: Outcome) -> None:
         """See :class:`specrun.schedule.Schedule`."""
         asked = self.num_draft
         if self._learned is not None:
-            self._learned.observe(drafted, draft_seconds, verify_seconds)
+            self._learned.observe(outcome.drafted, outcome.draft_seconds, outcome.verify_seconds)
         if self._losses:
-            self._book(asked, drafted, accepted)
+            self._book(asked, outcome.drafted, outcome.accepted)
         if asked:
-            self._acceptance.observe(asked, drafted, accepted)
+            self._acceptance.observe(asked, outcome.drafted, outcome.accepted)
             self._behind = 0
         else:
             self._acceptance.skip()
             self._behind += 1
-        self.num_draft = self._next(self._most if most is None else min(self._most, most))
+        self.num_draft = self._next(
+            self._most if outcome.most is None else min(self._most, outcome.most)
+        )
 
     def _next(self, most: int) -> int:
         if self._learned is not None:

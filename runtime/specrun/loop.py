@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from specrun.drafters.base import Drafter, Proposal
 from specrun.judge import Judge, TokenLogprob
+from specrun.outcome import Outcome
 from specrun.schedule import Schedule
 from specrun.stats import Meter
 from specrun.stopping import FinishReason, Stopping
@@ -179,14 +180,7 @@ def speculate(
         drafter.observe(list(emitted), rows.hidden[0, : len(emitted)])
         meter.switch("other")
         if wanted > 0 or num_draft == 0:
-            draft_seconds, verify_seconds = meter.since(before)
-            schedule.update(
-                drafted=len(drafts),
-                accepted=accepted,
-                most=most,
-                draft_seconds=draft_seconds,
-                verify_seconds=verify_seconds,
-            )
+            schedule.update(Outcome(len(drafts), accepted, most, *meter.since(before)))
         if on_round is not None:
             on_round(
                 Round(

@@ -24,6 +24,7 @@ No processor sorts a whole vocabulary: a filter first finds a set that surely ho
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -200,12 +201,12 @@ class Temperature:
             return below / max(self.temperature, TINY)
 
 
-class Filter:
+class Filter(ABC):
     """A warper that only takes tokens out, by their logits alone. At least one stands."""
 
+    @abstractmethod
     def keep(self, logits: Logits) -> NDArray[np.intp]:
         """Positions that stand, ascending. ``logits`` [n] are finite or -inf, one is finite."""
-        raise NotImplementedError
 
     def __call__(self, prefix: Prefix, logits: Logits) -> Logits:
         kept = self.keep(logits)

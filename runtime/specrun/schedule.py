@@ -21,6 +21,7 @@ from specrun.auto_schedule import AutoSchedule
 from specrun.costs import StepCosts
 from specrun.learned_costs import LearnedCosts
 from specrun.options import ScheduleName
+from specrun.outcome import Outcome
 
 
 class Schedule(Protocol):
@@ -31,21 +32,8 @@ class Schedule(Protocol):
         """Tokens to draft in the coming round; 0: none, a plain step."""
         ...
 
-    def update(
-        self,
-        *,
-        drafted: int,
-        accepted: int,
-        most: int | None,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
-        """A round that drafted for ``num_draft`` is over; called after plain steps, too.
-
-        ``drafted``: tokens that were verified, of which the first ``accepted`` stood. ``most``:
-        what the drafter can draft at most, now. Seconds: of the drafter (all its verbs) and of the
-        target's step in that round.
-        """
+    def update(self, outcome: Outcome) -> None:
+        """A round that drafted for ``num_draft`` is over; called after plain steps, too."""
         ...
 
 
@@ -74,16 +62,9 @@ class _ByRule:
         self.name: ScheduleName = name
         self.num_draft = num_draft
 
-    def update(
-        self,
-        *,
-        drafted: int,
-        accepted: int,
-        most: int | None,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
+    def update(self, outcome: Outcome) -> None:
         """See :class:`Schedule`; the times do not matter."""
+        drafted, accepted, most = outcome[:3]
         self.num_draft = next_num_draft(
             self.name, self.num_draft, drafted=drafted, accepted=accepted, most=most
         )

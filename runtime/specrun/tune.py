@@ -25,6 +25,7 @@ from specrun.errors import UsageError
 from specrun.lane import Lane, Resources
 from specrun.loop import Progress
 from specrun.options import EngineOptions, GenerateOptions, Method
+from specrun.outcome import Outcome
 from specrun.request import Request
 from specrun.resolve import resolve_engine, resolve_generate
 from specrun.sampling import Sampler
@@ -166,30 +167,24 @@ class Sweep:
         """See :class:`specrun.schedule.Schedule`."""
         return self._order[-1]
 
-    def update(
-        self,
-        *,
-        drafted: int,
-        accepted: int,
-        most: int | None,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
+    def update(self, outcome: Outcome) -> None:
         """Keep the times; the first ones of a width are not typical."""
         now = time.perf_counter()
         asked = self._order.pop()
-        if drafted in self._seen:
-            self.draft.setdefault(drafted, []).append(draft_seconds)
-            self.verify.setdefault(drafted, []).append(verify_seconds)
+        if outcome.drafted in self._seen:
+            self.draft.setdefault(outcome.drafted, []).append(outcome.draft_seconds)
+            self.verify.setdefault(outcome.drafted, []).append(outcome.verify_seconds)
             if self._since is not None:
-                self.other.append(max(0.0, now - self._since - draft_seconds - verify_seconds))
-        self._seen.add(drafted)
+                self.other.append(
+                    max(0.0, now - self._since - outcome.draft_seconds - outcome.verify_seconds)
+                )
+        self._seen.add(outcome.drafted)
         self._since = now
-        if most is None or asked <= most:
+        if outcome.most is None or asked <= outcome.most:
             self.expected.add(asked)
         else:  # no use asking for more than the drafter can
-            self.counts = sorted({min(count, most) for count in self.counts})
-            self._order = [count for count in self._order if count <= most]
+            self.counts = sorted({min(count, outcome.most) for count in self.counts})
+            self._order = [count for count in self._order if count <= outcome.most]
         if not self._order:
             self.cycles += 1
             self._turn()
@@ -255,19 +250,11 @@ class _AfterIdling:
         """See :class:`specrun.schedule.Schedule`."""
         return int(self._left <= 0)
 
-    def update(
-        self,
-        *,
-        drafted: int,
-        accepted: int,
-        most: int | None,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
+    def update(self, outcome: Outcome) -> None:
         """Count the plain steps."""
         self._left -= 1
-        if drafted == 1 and self.seconds is None:
-            self.seconds = draft_seconds
+        if outcome.drafted == 1 and self.seconds is None:
+            self.seconds = outcome.draft_seconds
 
 
 class _Filler:
