@@ -3,7 +3,6 @@ its own first layers without computing anything twice."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from specrun.drafters.early_exit import EarlyExitDrafter
 from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.none import NoDrafter
 from specrun.judge import Judge
-from specrun.loop import Block, DraftPlan, Progress, Round, speculate
+from specrun.loop import DraftPlan, Progress, Round, speculate
 from specrun.manifest import EngineSpec
 from specrun.ort import open_session
 from specrun.sampling import Sampler
@@ -178,17 +177,7 @@ def run(
         meter,
         on_round,
     )
-    tokens: list[int] = []
-    step = next(steps)
-    with contextlib.suppress(StopIteration):
-        while True:
-            answer = None
-            if isinstance(step, Block):
-                answer = target.verify(step.tokens, want_logits=step.want_logits)
-            else:
-                tokens += step.tokens
-            step = steps.send(answer)
-    return tokens, meter
+    return [token for step in steps for token in step.tokens], meter
 
 
 def kv_rows(target: SplitTarget | Target, length: int) -> dict[str, NDArray[Any]]:

@@ -137,6 +137,15 @@ def test_a_drafter_of_ones_own(open_toy: OpenToy) -> None:
     assert_follows(draw_texts(engine, 1200, drafter=TableDrafter()), law())
 
 
+def test_a_padded_table(open_toy: OpenToy) -> None:
+    """The target may say an id that its tokenizer lacks, and so may who draws from such a table:
+    a draft of one is judged like any other, or the law would change."""
+    toy = dataclasses.replace(table_toy(), vocabulary=FIVE[:3], padded_vocab=5, draft=None)
+    engine = open_toy(toy)
+    assert engine.manifest.tokenizer.vocab_size == 3
+    assert_follows(draw_texts(engine, 2000, drafter=TableDrafter()), law())
+
+
 def test_the_test_can_fail(open_toy: OpenToy) -> None:
     """A drafter that draws from something else than its q changes the law, and it shows."""
     engine = open_toy(table_toy())

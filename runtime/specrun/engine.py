@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast, overload
 
 from specrun import manifest
-from specrun.batch import Row, together
+from specrun.batch import in_turn
 from specrun.drafters.base import Drafter
 from specrun.errors import ContextFull, UsageError
 from specrun.lane import Lane, Resources
@@ -301,7 +301,7 @@ class Engine:
             lane = self._open_lane()
             lane.reset()
             self._progress = Progress(lane.target, list(tokens))
-            return request.alone(lane, self._progress)
+            return request.run(lane, self._progress)
 
         return TextStream(self.exclusively(run))
 
@@ -318,8 +318,8 @@ class Engine:
             for index, tokens in enumerate(encoded):
                 lane = Lane(self._resources)
                 progress = Progress(lane.target, list(tokens))
-                rows.append(Row(request.in_batch(index).run(lane, progress), lane.target))
-            return together(rows)
+                rows.append(request.in_batch(index).run(lane, progress))
+            return in_turn(rows)
 
     def _bad_words(self, options: GenerateOptions) -> tuple[tuple[int, ...], ...]:
         """``bad_words`` as ids, alone and behind a space, and ``bad_words_ids``."""

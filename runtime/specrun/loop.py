@@ -41,25 +41,6 @@ class Round:
 OnRound = Callable[[Round], None]
 
 
-class Block(NamedTuple):
-    """Tokens ``[1, rows]`` that the target is to verify now; answered with what it says.
-
-    ``meter``: stands still meanwhile, and is to be switched while the target runs.
-    """
-
-    tokens: NDArray[np.int64]
-    want_logits: bool
-    meter: Meter
-
-    def verify(self, target: Verifier) -> Rows:
-        """What ``target`` says, timed."""
-        self.meter.switch("verify")
-        try:
-            return target.verify(self.tokens, want_logits=self.want_logits)
-        finally:
-            self.meter.switch(None)
-
-
 class Commit(NamedTuple):
     """Tokens and text that became final; ``reason`` when they are the last."""
 
@@ -71,8 +52,8 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How much to draft. Ids from ``vocab_size`` on do not exist in the tokenizer and are not
-    drafted; nor is anything behind one of ``end_ids``."""
+    """How much to draft. Ids from ``vocab_size`` on do not exist in the tokenizer, so that a draft
+    of one is not worth a row; nor is anything behind one of ``end_ids``."""
 
     schedule: Schedule
     vocab_size: int
@@ -81,12 +62,12 @@ class DraftPlan:
     def usable(self, proposal: Proposal) -> Proposal:
         """The part of a drafter's proposal that is worth verifying.
 
-        A token is dropped by its value only where the target cannot say it either, or behind one
-        that stays: anything else would change the law of what is sampled.
+        A token that was drawn is never dropped by its value, only behind one that stays: anything
+        else would change the law of what is sampled. One that was certain may be.
         """
         kept = 0
         for token in proposal.tokens:
-            if not 0 <= token < self.vocab_size:
+            if proposal.q is None and not 0 <= token < self.vocab_size:
                 break
             kept += 1
             if token in self.end_ids:
@@ -119,11 +100,8 @@ def speculate(
     plan: DraftPlan,
     meter: Meter,
     on_round: OnRound | None = None,
-) -> Generator[Commit | Block, Rows | None, None]:
+) -> Generator[Commit, None, None]:
     """Generate from ``progress.committed``, the prompt, until ``stopping`` gives a reason.
-
-    A ``Block`` asks whoever drives the loop to run the target, which may be done for several texts
-    at once; the ``Rows`` come back by ``send``. Everything else it yields is committed.
 
     The target may hold the first rows of the prompt already, all but the last at most, and
     ``stopping`` must allow a token. Raises EngineError when the target fails; errors of the drafter
@@ -155,11 +133,9 @@ def speculate(
             proposal = plan.usable(_propose(drafter, wanted, judge))
 
         # Row 0 is the last committed token, which no run has seen yet; row i is draft i - 1.
-        meter.switch(None)
-        tokens: NDArray[np.int64] = np.array([[committed[-1], *proposal.tokens]], dtype=np.int64)
-        answer = yield Block(tokens, judge.wants_logits, meter)
-        assert answer is not None, "a block is answered with rows"
-        rows = answer
+        meter.switch("verify")
+        block: NDArray[np.int64] = np.array([[committed[-1], *proposal.tokens]], dtype=np.int64)
+        rows = target.verify(block, want_logits=judge.wants_logits)
 
         meter.switch("other")
         verdict = judge.judge(committed, proposal, rows)

@@ -13,7 +13,7 @@ from specrun.drafters.none import NoDrafter
 from specrun.errors import EngineError, SpecrunError
 from specrun.judge import Judge, TokenLogprob
 from specrun.lane import Lane
-from specrun.loop import Block, Commit, DraftPlan, OnRound, Progress, Round, speculate
+from specrun.loop import Commit, DraftPlan, OnRound, Progress, Round, speculate
 from specrun.options import GenerateOptions
 from specrun.processors import Logits, Prefix
 from specrun.result import Result
@@ -21,11 +21,9 @@ from specrun.sampling import Sampler
 from specrun.schedule import Schedule
 from specrun.stats import Meter
 from specrun.stopping import FinishReason, Stopping
-from specrun.target import Rows
 
 OnWarning = Callable[[str], None]
 LogitsProcessor = Callable[[Prefix, Logits], Any]
-Rounds = Generator[Commit | Block, Rows | None, None]
 LogitsProcessors = LogitsProcessor | Sequence[LogitsProcessor]
 
 
@@ -50,24 +48,8 @@ class Request:
         options = dataclasses.replace(self.options, seed=None if seed is None else seed + index)
         return dataclasses.replace(self, options=options, sequence=index)
 
-    def alone(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
+    def run(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
         """Continue ``progress`` on ``lane``: text pieces as they are committed, then the result."""
-        steps = self.run(lane, progress)
-        answer: Rows | None = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as stop:
-                result: Result = stop.value
-                return result
-            answer = None
-            if isinstance(step, Block):
-                answer = step.verify(progress.target)
-            else:
-                yield step
-
-    def run(self, lane: Lane, progress: Progress) -> Generator[str | Block, Rows | None, Result]:
-        """The same for who runs the target himself: a ``Block`` is answered with its ``Rows``."""
         options, committed = self.options, progress.committed
         prompt_length = len(committed)
         target = progress.target
@@ -79,19 +61,12 @@ class Request:
         reason: FinishReason = "length"
         most = min(options.max_new_tokens or 0, lane.resources.max_context - prompt_length)
         if most > 0:
-            rounds = self._rounds(lane, progress, meter, most)
-            step = next(rounds, None)
-            while step is not None:
-                answer = None
-                if isinstance(step, Block):
-                    answer = yield step
-                else:
-                    logprobs += step.logprobs
-                    reason = step.reason or reason
-                    if step.text:
-                        text.append(step.text)
-                        yield step.text
-                step = _send(rounds, answer)
+            for commit in self._rounds(lane, progress, meter, most):
+                logprobs += commit.logprobs
+                reason = commit.reason or reason
+                if commit.text:
+                    text.append(commit.text)
+                    yield commit.text
         stats = meter.freeze(
             "custom" if self.drafter is not None else options.method,
             lane.resources.provider(),
@@ -101,7 +76,9 @@ class Request:
         new = committed[prompt_length:]
         return Result("".join(text), new, reason, stats, options, logprobs if asked else None)
 
-    def _rounds(self, lane: Lane, progress: Progress, meter: Meter, most: int) -> Rounds:
+    def _rounds(
+        self, lane: Lane, progress: Progress, meter: Meter, most: int
+    ) -> Generator[Commit, None, None]:
         options, resources = self.options, lane.resources
         eos = options.eos_token_ids or ()
         stopping = Stopping(
@@ -178,14 +155,6 @@ class Request:
             on_failure(error)
             return NoDrafter()
         return GuardedDrafter(found, on_failure, vocab_size=engine.vocab_size)
-
-
-def _send(rounds: Rounds, answer: Rows | None) -> Commit | Block | None:
-    """The next step of the loop; None when it has ended."""
-    try:
-        return rounds.send(answer)
-    except StopIteration:
-        return None
 
 
 def _or(value: float | None, default: float) -> float:

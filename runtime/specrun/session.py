@@ -118,7 +118,7 @@ class Session:
         )
         self._engine.check_room(len(self._progress.committed))
         lane, progress = self._lane, self._progress
-        return TextStream(self._engine.exclusively(lambda: request.alone(lane, progress)))
+        return TextStream(self._engine.exclusively(lambda: request.run(lane, progress)))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless tokens and KV belong together."""

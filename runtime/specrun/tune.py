@@ -304,7 +304,7 @@ def _generate(
         on_warning=_no_warning,
     )
     lane.target.truncate(min(lane.target.length, len(prompt) - 1))
-    return request.alone(lane, Progress(lane.target, list(prompt)))
+    return request.run(lane, Progress(lane.target, list(prompt)))
 
 
 def _no_warning(message: str) -> None:
