@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -519,6 +520,20 @@ def test_generation_defaults_are_kept() -> None:
         "suppress_tokens": [7],
     }
     assert unsupported_defaults(kept.defaults) == {"suppress_tokens": [7]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("top_p", 3.0), ("bad_words_ids", [[999]])]
+)
+def test_generation_defaults_that_cannot_be(tmp_path: Path, name: str, value: object) -> None:
+    """Said at the export, with the file that is wrong, before anything is written."""
+    path = tiny_models.save("llama", tmp_path)
+    (path / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(
+        SourceError, match=rf"llama: generation_config\.json: {name}: must "
+    ) as error:
+        exporter.export(resolve(path), None, tmp_path / "engines")
+    assert error.value.hint and not (tmp_path / "engines").exists()
 
 
 def test_options_are_checked() -> None:

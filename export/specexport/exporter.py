@@ -19,14 +19,17 @@ from specexport.parts.record import manifest_source, manifest_tokenizer
 from specexport.sources import Source
 from specexport.weights import Weights
 from specrun import manifest as manifests
+from specrun import resolve
 from specrun.contract import FRONT_ENGINE, TARGET_ENGINE
 from specrun.errors import UsageError
 from specrun.manifest import Generation, Manifest
+from specrun.options import GenerateOptions, available_threads
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 MIN_CONTEXT = 24  # the graphs are traced with an example of this order
+BLOCK = 5  # rows of a block to compare, where no drafter says how many it verifies
 MODEL_MEMORY_SHARE = 0.25  # of the free memory, for the transformers model or the engines
 
 
@@ -85,6 +88,7 @@ def export(
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     for part in (chosen, *drafting):
         part.check()
+    _check_generation(target)
     folder.check_target(out)
     seen = None
     if options.check:
@@ -93,7 +97,7 @@ def export(
             target,
             drafting,
             max_context=settings.max_context,
-            block=options.num_draft + 1 if drafting else 5,
+            block=options.num_draft + 1 if drafting else BLOCK,
             memory=_memory_for_models(),
             precision=options.precision,
         )
@@ -135,7 +139,7 @@ def recheck(
         target,
         drafting,
         max_context=made.generation.max_context,
-        block=1 + most or 5,
+        block=most + 1 if most else BLOCK,
         memory=_memory_for_models(),
         precision=made.target_engine.precision,
     )
@@ -145,8 +149,7 @@ def recheck(
 def check_itself(out: Path) -> float:
     """Compare the engine folder ``out`` with itself; see :func:`parity.check_itself`."""
     made = manifests.read(out, verify="full")
-    threads = len(os.sched_getaffinity(0))
-    return parity.check_itself(out, made, threads=threads)
+    return parity.check_itself(out, made, threads=available_threads())
 
 
 def _compare(
@@ -162,7 +165,7 @@ def _compare(
         made,
         drafting,
         seen,
-        threads=len(os.sched_getaffinity(0)),
+        threads=available_threads(),
         mapped=weights > _memory_for_models(),
         progress=lambda done, total: report("check", done, total),
     )
@@ -293,6 +296,23 @@ def _generation(target: Source, max_context: int) -> Generation:
         max_context=max_context,
         defaults=defaults,
     )
+
+
+def _check_generation(target: Source) -> None:
+    """Raise SourceError for a default that no generation could run with."""
+    vocab = int(target.config.vocab_size)
+    names = (*resolve.DEFAULTS, "bad_words_ids")
+    given = {name: target.generation.get(name) for name in names}
+    try:
+        made = GenerateOptions(**{k: value for k, value in given.items() if value is not None})
+        wrong = [token for word in made.bad_words_ids or () for token in word if token >= vocab]
+        if wrong:
+            raise UsageError(f"bad_words_ids: must hold token ids below {vocab}, got {wrong[0]}")
+    except UsageError as error:
+        raise SourceError(
+            f"{target.id}: generation_config.json: {error}",
+            hint="mend or remove that value in the checkpoint's generation_config.json",
+        ) from error
 
 
 def _is_plain(value: object) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specexport import streamed
+from specexport import mtp_weights, streamed
 from specexport.sources import Source
+from specexport.weights import Weights
 
 WHOLE = "whole model"
 STREAMED = "whole model, weights streamed module by module"
@@ -14,11 +15,16 @@ STREAMED = "whole model, weights streamed module by module"
 def load(source: Source, memory: int, dtype: Any) -> tuple[Any, str]:
     """transformers' model of ``source``, and how it is run: whole, or streamed where it takes more
     than ``memory`` bytes."""
-    needed = sum(
-        source.weights.nbytes(name)
-        for name in source.weights.names()
-        if source.weights.canonical(name) == name
-    )
-    if needed <= memory:
+    if source.weights.total_nbytes <= memory:
         return source.load_reference(dtype), WHOLE
     return streamed.load(source), STREAMED
+
+
+def load_mtp(source: Source, own: Weights, target: Any, memory: int, dtype: Any) -> tuple[Any, str]:
+    """transformers' MtpModel around ``target``, its model of ``source``, likewise.
+
+    ``own``: the weights of the layers, which decide whether they are streamed.
+    """
+    if own.total_nbytes <= memory:
+        return mtp_weights.load_reference(source, target, dtype), WHOLE
+    return streamed.load_mtp(target, own), STREAMED

@@ -13,9 +13,8 @@ from specexport.engines import declared_io
 from specexport.errors import ParityError
 from specexport.numbers import agreement, relative_error
 from specexport.parts.base import DrafterPart, Opened
-from specexport.reference import SEED, Reference
+from specexport.reference import SEED, Case, Reference
 from specrun.manifest import DraftMethod, Manifest, ParityCase, ParityReport, expected_io
-from specrun.opening import open_target
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3}  # largest difference over largest reference value
 NOISE_FACTOR = 4.0  # of transformers' own loss in the export's precision, where it was measured
@@ -36,16 +35,6 @@ def check_declared_io(folder: Path, manifest: Manifest) -> None:
                 raise ParityError(f"{engine.file}: {what} must be {wrong[0]}, is {wrong[1]}")
 
 
-def open_written(folder: Path, manifest: Manifest, *, threads: int, mapped: bool = False) -> Opened:
-    """Open the target of a folder for comparing.
-
-    ``mapped``: open engines on mapped weights, for those that do not fit into memory.
-    """
-    opened = Opened(folder, manifest, None, threads, mapped)
-    target = open_target(manifest, opened.session, max_context=manifest.generation.max_context)
-    return Opened(folder, manifest, target, threads, mapped)
-
-
 def check(
     folder: Path,
     manifest: Manifest,
@@ -56,13 +45,16 @@ def check(
     mapped: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ParityReport:
-    """Run every engine against ``reference``. Raises ParityError naming the worst tensor."""
+    """Run every engine against ``reference``. Raises ParityError naming the worst tensor.
+
+    ``mapped``: open engines on mapped weights, for those that do not fit into memory.
+    """
     check_declared_io(folder, manifest)
-    opened = open_written(folder, manifest, threads=threads, mapped=mapped)
+    opened = Opened(folder, manifest, threads, mapped)
     cases: list[ParityCase] = []
     done, total = 0, len(reference.cases) + len(parts)
     for case in reference.cases:
-        cases += _check_target(opened.target, reference, case.past_length, case.rows)
+        cases += _check_target(opened.target, reference, case)
         done = _tick(progress, done, total)
     for part in parts:
         cases += part.compare(opened, reference.tokens, reference.drafts[part.method])
@@ -84,8 +76,8 @@ def check_itself(folder: Path, manifest: Manifest, *, threads: int) -> float:
     and EngineError where a drafter fails or draws from what is not finite.
     """
     check_declared_io(folder, manifest)
-    opened = open_written(folder, manifest, threads=threads)
-    spec, target = manifest.target_engine, opened.target
+    spec = manifest.target_engine
+    target = Opened(folder, manifest, threads, mapped=False).target
     count = min(SELF_CHECK_TOKENS, manifest.generation.max_context)
     tokens = np.random.default_rng(SEED).integers(0, spec.vocab_size, (1, count), dtype=np.int64)
     block = target.verify(tokens, want_logits=True).logits
@@ -102,12 +94,14 @@ def check_itself(folder: Path, manifest: Manifest, *, threads: int) -> float:
             f"{spec.file}: one block of {count} rows and single rows differ by {worst:.2e},"
             f" allowed is {TOLERANCE[spec.precision]:.0e}"
         )
-    for method in manifest.drafters:
-        _draft_once(folder, tokens[0, :count].tolist(), method, threads)
+    if manifest.drafters:
+        _draft_once(folder, tokens[0].tolist(), tuple(manifest.drafters), threads)
     return worst
 
 
-def _draft_once(folder: Path, prompt: list[int], method: DraftMethod, threads: int) -> None:
+def _draft_once(
+    folder: Path, prompt: list[int], methods: Sequence[DraftMethod], threads: int
+) -> None:
     """Greedy drafting changes nothing; sampled drafting draws from every drafter's logits."""
     with specrun.load(folder, threads=threads) as engine:
         prompt = prompt[: max(1, engine.max_context - SELF_CHECK_TOKENS)]
@@ -115,10 +109,11 @@ def _draft_once(folder: Path, prompt: list[int], method: DraftMethod, threads: i
         common: dict[str, Any] = {"max_new_tokens": min(SELF_CHECK_TOKENS, room), "strict": True}
         greedy = {"do_sample": False, "eos_token_ids": (), **common}
         plain = engine.generate(prompt, method="plain", **greedy)
-        drafted = engine.generate(prompt, method=method, **greedy)
-        if plain.tokens != drafted.tokens:
-            raise ParityError(f"{method}: greedy tokens differ from those of plain decoding")
-        engine.generate(prompt, method=method, temperature=1.0, seed=SEED, **common)
+        for method in methods:
+            drafted = engine.generate(prompt, method=method, **greedy)
+            if plain.tokens != drafted.tokens:
+                raise ParityError(f"{method}: greedy tokens differ from those of plain decoding")
+            engine.generate(prompt, method=method, temperature=1.0, seed=SEED, **common)
 
 
 def _report(cases: list[ParityCase], reference: Reference, precision: str) -> ParityReport:
@@ -156,21 +151,18 @@ def _noise(reference: Reference, tensor: str) -> float:
     return reference.noise.get(single, 0.0)
 
 
-def _check_target(
-    target: Any, reference: Reference, past_length: int, rows: int
-) -> list[ParityCase]:
+def _check_target(target: Any, reference: Reference, case: Case) -> list[ParityCase]:
+    past_length, rows = case.past_length, case.rows
     tokens = reference.tokens[None, : past_length + rows]
     target.truncate(0)
     if past_length == 0:
         out = target.prefill(tokens, want_logits=True)
-        positions = [rows - 1]
     else:
         target.prefill(tokens[:, :past_length])
         out = target.verify(tokens[:, past_length:], want_logits=True)
-        positions = list(range(past_length, past_length + rows))
     assert out.logits is not None
-    logits = np.stack([reference.logits[p] for p in positions])
-    hidden = reference.hidden[positions]
+    logits = np.stack([reference.logits[p] for p in case.positions])
+    hidden = reference.hidden[list(case.positions)]
     agreed = agreement(out.argmax[0], logits)
     return [
         ParityCase(

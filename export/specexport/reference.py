@@ -56,10 +56,11 @@ def plan_cases(config: Any, max_context: int, block: int) -> tuple[Case, ...]:
 
     Every length is prefilled and then continued by 1 and by ``block`` rows.
     """
-    window = getattr(config, "sliding_window", None)
+    from specgraphs import families
+
     lengths = [1, 2, 7, 33]
-    if window and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        lengths.append(int(window) + 9)
+    if (window := families.sliding_window(config)) is not None:
+        lengths.append(window + 9)
     fitting = sorted({n for n in lengths if n + block <= max_context}) or [1]
     return tuple(case for n in fitting for case in (Case(0, n), Case(n, 1), Case(n, block)))
 

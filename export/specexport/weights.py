@@ -133,6 +133,11 @@ class Weights:
         tensor = self._tensor(name)
         return prod(tensor.shape) * tensor.dtype.itemsize
 
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all tensors as they are read, those that share bytes once."""
+        return sum(self.nbytes(name) for name in self._tensors)
+
     def read_rows(self, name: str, start: int, stop: int) -> Array:
         """Rows ``start <= row < stop`` of the first axis, ``[stop - start, *shape[1:]]``.
 

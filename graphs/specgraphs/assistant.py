@@ -27,7 +27,7 @@ from torch.nn import functional
 from specgraphs import families, ops, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
 from specgraphs.loop import RepeatStep
-from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, export, kv_inputs
+from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, Sizes, export, kv_inputs
 from specrun import contract
 from specrun.contract import KvLayer
 
@@ -206,7 +206,7 @@ def trace_assistant(
     :func:`plan_assistant`. Raises ValueError where they are no pair.
     """
     plan = plan_assistant(assistant.model.config, target.model.config, tokenizer_size)
-    batches = torch.export.Dim(contract.BATCH, min=1, max=4096)
+    batches = Sizes.up_to(max_context).batch
     kv = kv_inputs(plan.kv, assistant.mode, precision, batch=batches, max_context=max_context)
     dtype = TORCH_DTYPES[precision]
     with assistant.mode:

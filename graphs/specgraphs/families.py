@@ -113,6 +113,11 @@ def kv_shape(config: Any, layer: int) -> tuple[int, int]:
     return heads, int(head_size or config.hidden_size // config.num_attention_heads)
 
 
+def sliding_window(config: Any) -> int | None:
+    """Tokens that layers with a sliding window see, where the model has such layers."""
+    return _window(config, SLIDING) if SLIDING in layer_types(config) else None
+
+
 def _window(config: Any, kind: str) -> int | None:
     window = getattr(config, "sliding_window", None)
     return int(window) if kind == SLIDING and window else None

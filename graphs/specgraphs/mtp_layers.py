@@ -22,7 +22,17 @@ from specgraphs import families, passes, patches
 from specgraphs.engine_graph import EngineGraph, Module, Origin, bind
 from specgraphs.families import KvPlan
 from specgraphs.target import WANTED_ROWS, KvAttention
-from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, as_fake, export, kv_inputs
+from specgraphs.trace import (
+    EXAMPLE_BATCH,
+    EXAMPLE_ROWS,
+    EXAMPLE_WANTED,
+    TORCH_DTYPES,
+    FakeModel,
+    Sizes,
+    as_fake,
+    export,
+    kv_inputs,
+)
 from specrun import contract
 from specrun.contract import KvLayer, Part
 
@@ -40,14 +50,11 @@ class MtpPlan:
     concat_order: tuple[Literal["embedding", "hidden"], ...]
 
 
-def plan_mtp(config: Any) -> MtpPlan | None:
-    """The MTP layers that a target's text config announces; None without any.
+def plan_mtp(config: Any) -> MtpPlan:
+    """The MTP layers that a target's text config announces.
 
     Raises ValueError for a kind of layer that does not export.
     """
-    count = getattr(config, "num_mtp_layers", None)
-    if not count:
-        return None
     if config.model_type not in families.MTP_LAYERS:
         raise ValueError(f"MTP layers of a {config.model_type} do not export")
     layers = config.get_mtp_config()
@@ -108,25 +115,25 @@ def trace_mtp_layer(
     """Trace the engine of MTP layer ``layer``; KV dtype and activations in ``precision``."""
     config = mtp.model.config
     owner = families.kv_plan(config).owners[layer]
-    batches = torch.export.Dim(contract.BATCH, min=1, max=4096)
-    rows = torch.export.Dim(contract.ROWS, min=1, max=max(2, max_context))
-    kv = kv_inputs((owner,), mtp.mode, precision, batch=batches, max_context=max_context)
+    sizes = Sizes.up_to(max_context)
+    kv = kv_inputs((owner,), mtp.mode, precision, batch=sizes.batch, max_context=max_context)
+    fed = (EXAMPLE_BATCH, EXAMPLE_ROWS)
     with mtp.mode:
         args = (
-            torch.ones(EXAMPLE_BATCH, 5, dtype=torch.int64),
-            torch.zeros(EXAMPLE_BATCH, 5, config.hidden_size, dtype=TORCH_DTYPES[precision]),
+            torch.ones(fed, dtype=torch.int64),
+            torch.zeros(*fed, config.hidden_size, dtype=TORCH_DTYPES[precision]),
             torch.ones(EXAMPLE_BATCH, dtype=torch.int32),
-            torch.arange(3),
+            torch.arange(EXAMPLE_WANTED),
             kv.examples,
         )
     model = export(
         _Layer(mtp.model, KvPlan((owner,), (layer,) * (layer + 1)), layer),
         args,
         (
-            {0: batches, 1: rows},
-            {0: batches, 1: rows},
-            {0: batches},
-            {0: torch.export.Dim(contract.WANTED, min=1, max=max(2, max_context))},
+            {0: sizes.batch, 1: sizes.rows},
+            {0: sizes.batch, 1: sizes.rows},
+            {0: sizes.batch},
+            {0: sizes.wanted},
             kv.shapes,
         ),
         mode=mtp.mode,

@@ -24,12 +24,20 @@ import torch
 from specgraphs import families, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
 from specgraphs.families import KvPlan
-from specgraphs.target import WANTED_ROWS, KvAttention, keep_rows
-from specgraphs.trace import EXAMPLE_BATCH, TORCH_DTYPES, FakeModel, KvInputs, export, kv_inputs
+from specgraphs.target import WANTED_ROWS, KvAttention, head_logits, keep_rows, positions
+from specgraphs.trace import (
+    EXAMPLE_BATCH,
+    EXAMPLE_ROWS,
+    EXAMPLE_WANTED,
+    TORCH_DTYPES,
+    FakeModel,
+    KvInputs,
+    Sizes,
+    export,
+    kv_inputs,
+)
 from specrun import contract
 from specrun.contract import KvLayer, Part, SplitContract
-
-EXAMPLE_ROWS, EXAMPLE_WANTED = 5, 3
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class _Front(torch.nn.Module):
         with patches.attending(attend), _methods(decoder, replaced):
             rows = decoder(
                 input_ids=tokens,
-                position_ids=_positions(past_length, tokens.shape[1]),
+                position_ids=positions(past_length, tokens.shape[1]),
                 use_cache=False,
             ).last_hidden_state
         if not self.plan.contract.has_back:
@@ -124,7 +132,7 @@ class _Back(torch.nn.Module):
         with patches.attending(attend), _methods(decoder, replaced):
             last = decoder(
                 inputs_embeds=rows,
-                position_ids=_positions(past_length, rows.shape[1]),
+                position_ids=positions(past_length, rows.shape[1]),
                 use_cache=False,
                 **({"per_layer_inputs": embeddings[0]} if embeddings else {}),
                 **self._shared(attend),
@@ -153,10 +161,7 @@ class _Head(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, wanted_rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = self.model.model.norm(rows)
-        logits = self.model.lm_head(hidden.index_select(1, wanted_rows))
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        logits = logits.to(torch.float32)
+        logits = head_logits(self.model, hidden.index_select(1, wanted_rows), self.cap)
         return logits, logits.argmax(-1), hidden
 
 
@@ -185,34 +190,14 @@ def trace_layers(
     fake: FakeModel, precision: str, *, early_exit: int, max_context: int
 ) -> dict[str, EngineGraph]:
     """The same without the head."""
-    plan, sizes = plan_split(fake.model.config, early_exit), _Sizes.up_to(max_context)
+    plan, sizes = plan_split(fake.model.config, early_exit), Sizes.up_to(max_context)
     graphs = {contract.FRONT_ENGINE: _trace_front(fake, plan, precision, sizes)}
     if plan.contract.has_back:
         graphs[contract.BACK_ENGINE] = _trace_back(fake, plan, precision, sizes)
     return graphs
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Dynamic sizes that the inputs of one engine share."""
-
-    batch: Any
-    rows: Any
-    wanted: Any
-    max_context: int
-
-    @classmethod
-    def up_to(cls, max_context: int) -> _Sizes:
-        dim, most = torch.export.Dim, max(2, max_context)
-        return cls(
-            dim(contract.BATCH, min=1, max=4096),
-            dim(contract.ROWS, min=1, max=most),
-            dim(contract.WANTED, min=1, max=most),
-            max_context,
-        )
-
-
-def _trace_front(fake: FakeModel, plan: SplitPlan, precision: str, sizes: _Sizes) -> EngineGraph:
+def _trace_front(fake: FakeModel, plan: SplitPlan, precision: str, sizes: Sizes) -> EngineGraph:
     cut = plan.contract
     kv = kv_inputs(
         plan.front, fake.mode, precision, batch=sizes.batch, max_context=sizes.max_context
@@ -235,7 +220,7 @@ def _trace_front(fake: FakeModel, plan: SplitPlan, precision: str, sizes: _Sizes
     return _finished(model, fake, contract.TOKENS)
 
 
-def _trace_back(fake: FakeModel, plan: SplitPlan, precision: str, sizes: _Sizes) -> EngineGraph:
+def _trace_back(fake: FakeModel, plan: SplitPlan, precision: str, sizes: Sizes) -> EngineGraph:
     cut, config = plan.contract, fake.model.config
     kv = kv_inputs(
         plan.bound, fake.mode, precision, batch=sizes.batch, max_context=sizes.max_context
@@ -270,7 +255,7 @@ def _trace_back(fake: FakeModel, plan: SplitPlan, precision: str, sizes: _Sizes)
 
 def trace_head(fake: FakeModel, precision: str, *, max_context: int) -> EngineGraph:
     """Final norm and head of ``fake``, the same for every early exit."""
-    sizes = _Sizes.up_to(max_context)
+    sizes = Sizes.up_to(max_context)
     config = fake.model.config
     with fake.mode:
         rows = torch.zeros(
@@ -291,18 +276,14 @@ def trace_head(fake: FakeModel, precision: str, *, max_context: int) -> EngineGr
 
 def _finished(model: ir.Model, fake: FakeModel, fed: str) -> EngineGraph:
     """The traced index of wanted rows replaced, where there is one; ``fed``: what has the rows."""
-    inputs = {value.name: value for value in model.graph.inputs}
-    if WANTED_ROWS in inputs:
-        # The pass counts the rows of the input that is called tokens.
-        inputs[fed].name = contract.TOKENS
-        passes.WantedRowsFromFirstRow(WANTED_ROWS)(model)
-        inputs[fed].name = fed
+    if any(value.name == WANTED_ROWS for value in model.graph.inputs):
+        passes.WantedRowsFromFirstRow(WANTED_ROWS, fed)(model)
     passes.simplify(model)
     return bind(model, (fake.traced_as("model.", "target"),))
 
 
 def _with_wanted(
-    kv: KvInputs, fake: FakeModel, picks: bool, sizes: _Sizes
+    kv: KvInputs, fake: FakeModel, picks: bool, sizes: Sizes
 ) -> tuple[list[Any], list[Any]]:
     """The KV inputs, behind the index of wanted rows in an engine that picks them."""
     if not picks:
@@ -319,10 +300,6 @@ def _apart(rest: list[Any], picks: bool) -> tuple[list[Any], list[Any]]:
 
 def _traced_names(inputs: Sequence[contract.TensorSpec]) -> list[str]:
     return [WANTED_ROWS if spec.name == contract.FIRST_ROW else spec.name for spec in inputs]
-
-
-def _positions(past_length: torch.Tensor, rows: Any) -> torch.Tensor:
-    return past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
 
 
 def _visible(plan: KvPlan, bound: tuple[KvLayer, ...], layers: range) -> KvPlan:

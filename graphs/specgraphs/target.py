@@ -9,7 +9,15 @@ import torch
 from specgraphs import families, latent, ops, passes, patches
 from specgraphs.engine_graph import EngineGraph, Origin, bind
 from specgraphs.families import KvPlan
-from specgraphs.trace import EXAMPLE_BATCH, FakeModel, export, kv_inputs
+from specgraphs.trace import (
+    EXAMPLE_BATCH,
+    EXAMPLE_ROWS,
+    EXAMPLE_WANTED,
+    FakeModel,
+    Sizes,
+    export,
+    kv_inputs,
+)
 from specrun import contract
 from specrun.contract import Part
 
@@ -34,19 +42,15 @@ class _Target(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         rows = tokens.shape[1]
         attend = KvAttention(self.plan, past, past_length, rows)
-        positions = past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
         decoder = self.model.model
         decoder._maybe_slice_kv_shared_inputs = keep_rows(wanted_rows)
         with patches.attending(attend):
             hidden = decoder(
-                input_ids=tokens, position_ids=positions, use_cache=False
+                input_ids=tokens, position_ids=positions(past_length, rows), use_cache=False
             ).last_hidden_state
         # Layers that share KV were given the wanted rows only; other families return every row.
         wanted = hidden if self.plan.shares else hidden.index_select(1, wanted_rows)
-        logits = self.model.lm_head(wanted)
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        logits = logits.to(torch.float32)
+        logits = head_logits(self.model, wanted, self.cap)
         return (logits, logits.argmax(-1), hidden, *attend.present())
 
 
@@ -95,6 +99,19 @@ class KvAttention:
         return tuple(half for kv in self.plan.owners for half in self.buffers[kv.layer])
 
 
+def positions(past_length: torch.Tensor, rows: Any) -> torch.Tensor:
+    """Positions int64 ``[batch, rows]`` of the rows behind ``past_length`` ``[batch]``."""
+    return past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
+
+
+def head_logits(model: Any, rows: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Logits float32 of normed ``rows``: the head, and the softcap where there is one."""
+    logits: torch.Tensor = model.lm_head(rows)
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits.to(torch.float32)
+
+
 def keep_rows(wanted_rows: torch.Tensor) -> Any:
     """KV-shared layers need only the wanted rows: they write no KV (Gemma 4 E2B: 20 of 35)."""
 
@@ -125,24 +142,22 @@ def trace_target(
     """
     config = fake.model.config
     plan = families.kv_plan(config)
-    dim = torch.export.Dim
-    batches = dim(contract.BATCH, min=1, max=4096)
-    kv = kv_inputs(plan.owners, fake.mode, precision, batch=batches, max_context=max_context)
-    rows, wanted = 5, 3  # examples only
+    sizes = Sizes.up_to(max_context)
+    kv = kv_inputs(plan.owners, fake.mode, precision, batch=sizes.batch, max_context=max_context)
     with fake.mode:
         args = (
-            torch.ones(EXAMPLE_BATCH, rows, dtype=torch.int64),
+            torch.ones(EXAMPLE_BATCH, EXAMPLE_ROWS, dtype=torch.int64),
             torch.ones(EXAMPLE_BATCH, dtype=torch.int32),
-            torch.arange(wanted),
+            torch.arange(EXAMPLE_WANTED),
             kv.examples,
         )
     model = export(
         _Target(fake.model, plan, families.softcap(config)),
         args,
         (
-            {0: batches, 1: dim(contract.ROWS, min=1, max=max(2, max_context))},
-            {0: batches},
-            {0: dim(contract.WANTED, min=1, max=max(2, max_context))},
+            {0: sizes.batch, 1: sizes.rows},
+            {0: sizes.batch},
+            {0: sizes.wanted},
             kv.shapes,
         ),
         mode=fake.mode,

@@ -24,7 +24,8 @@ from specgraphs.engine_graph import Module, Origin
 from specrun import contract
 from specrun.contract import KvLayer, Part
 
-EXAMPLE_BATCH, EXAMPLE_CAPACITY = 2, 40  # not special to torch.export, as 0 and 1 would be
+# Sizes of example inputs; not special to torch.export, as 0 and 1 would be.
+EXAMPLE_BATCH, EXAMPLE_ROWS, EXAMPLE_WANTED, EXAMPLE_CAPACITY = 2, 5, 3, 40
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -75,6 +76,27 @@ def as_fake(model: Any, mode: FakeTensorMode) -> FakeModel:
     patches.patch_norms(model)
     latent.patch(model)
     return FakeModel(model, mode, buffers)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Dynamic sizes that the inputs of one engine share."""
+
+    batch: Any
+    rows: Any
+    wanted: Any
+    max_context: int
+
+    @classmethod
+    def up_to(cls, max_context: int) -> Sizes:
+        """For texts of at most ``max_context`` tokens."""
+        dim, most = torch.export.Dim, max(2, max_context)
+        return cls(
+            dim(contract.BATCH, min=1, max=4096),
+            dim(contract.ROWS, min=1, max=most),
+            dim(contract.WANTED, min=1, max=most),
+            max_context,
+        )
 
 
 @dataclass(frozen=True)

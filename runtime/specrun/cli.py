@@ -388,6 +388,8 @@ def _options_line(options: GenerateOptions) -> str:
         for name, value in given.items()
         if value is not None and (name == "seed" or value not in neutral)
     ]
+    if words := len(options.bad_words) + len(options.bad_words_ids or ()):
+        shown.append(f"{words} bad words")
     sampled = "sampled" if options.do_sample else "greedy"
     return _table({"sampling": ", ".join([sampled, *shown])})
 

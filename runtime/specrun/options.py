@@ -81,8 +81,8 @@ class GenerateOptions:
     ``ensemble_weight``: verify against a mix of so much target and the rest drafter; 1 is
     lossless, less is not.
     ``do_sample``: draw tokens instead of taking the most probable (False).
-    ``temperature``: (1) 0 is greedy. ``top_k``, ``top_p``, ``min_p``, ``typical_p``: as in
-    transformers (off).
+    ``temperature``: (1) 0 is greedy. ``top_k``, ``top_p``, ``min_p``, ``typical_p``: what they do
+    in transformers (off, also ``top_k``, which is 50 there).
     ``seed``: of this generation's random numbers; row i of a batch has ``seed + i`` (a new one).
     ``repetition_penalty``: (1). ``no_repeat_ngram_size``, ``min_new_tokens``: (0).
     ``bad_words``: texts whose tokens must not come in a row, alone or behind a space; other tokens

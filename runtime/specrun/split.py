@@ -33,13 +33,12 @@ from specrun.contract import (
     TOKENS,
     Part,
     past,
-    present,
 )
 from specrun.errors import EngineError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
-from specrun.ort import TYPES, PreparedRun, RunCache, zeros
-from specrun.target import OnRows, Rows
+from specrun.ort import TYPES, PreparedRun, RunCache
+from specrun.target import KvEngine, OnRows, Rows
 
 INITIAL_ROWS = 16  # hidden states that the buffers between the engines hold at first
 
@@ -242,7 +241,7 @@ class SplitTarget:
         inputs = stage.arrays((TOKENS, PAST_LENGTH), rows=count)
         kept = start
         if stage.picks:
-            inputs |= _first_row(stage, first_row - start)
+            inputs |= stage.first_row(first_row - start)
             kept = first_row
         outputs = {name: self._rows.view(name, kept, stop) for name in stage.between_out}
         return stage.prepare(inputs, outputs)
@@ -253,7 +252,7 @@ class SplitTarget:
         inputs = stage.arrays((PAST_LENGTH,))
         kept = start
         if stage.picks:
-            inputs |= _first_row(stage, first_row - start)
+            inputs |= stage.first_row(first_row - start)
             kept = first_row
         inputs |= {name: self._rows.view(name, start, count) for name in stage.between_in}
         return stage.prepare(inputs, {LAST_ROWS: self._rows.view(LAST_ROWS, kept, count)})
@@ -263,30 +262,21 @@ class SplitTarget:
     ) -> PreparedRun:
         stage = self._head
         rows = self._rows.view(LAST_ROWS if last else EXIT_ROWS, start, stop)
-        inputs = {HEAD_ROWS: rows, **_first_row(stage, first_row - start)}
+        inputs = {HEAD_ROWS: rows, **stage.first_row(first_row - start)}
         names = (ARGMAX, HIDDEN, LOGITS) if want_logits else (ARGMAX, HIDDEN)
         return stage.prepare(
             inputs, stage.arrays(names, rows=stop - start, wanted=stop - first_row)
         )
 
 
-class _Stage:
+class _Stage(KvEngine):
     """One of the engines, its KV buffers and what it hands on."""
 
     def __init__(self, session: Any, engine: EngineSpec, kv: KvBuffers) -> None:
-        self.engine = engine
-        self._session = session
-        self._kv = kv
-        self._specs = {spec.name: spec for spec in (*engine.inputs, *engine.outputs)}
+        super().__init__(session, engine, kv)
         names = (EXIT_ROWS, PER_LAYER, LAST_ROWS)
         self.between_in = [spec.name for spec in engine.inputs if spec.name in names]
         self.between_out = [spec.name for spec in engine.outputs if spec.name in names]
-        self._past = [n for n in kv.arrays if n in self._specs]
-        self._present = {
-            present(layer.layer, part): past(layer.layer, part)
-            for layer in engine.kv
-            for part in Part
-        }
 
     @property
     def writes(self) -> bool:
@@ -296,25 +286,7 @@ class _Stage:
     @property
     def picks(self) -> bool:
         """Whether it returns the wanted rows only."""
-        return FIRST_ROW in self._specs
-
-    def arrays(self, names: Sequence[str], **sizes: int) -> dict[str, NDArray[Any]]:
-        """Arrays for some of its inputs or outputs."""
-        return {name: zeros(self._specs[name], batch=1, **sizes) for name in names}
-
-    def prepare(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]
-    ) -> PreparedRun:
-        """A run on these arrays and the KV buffers."""
-        values = self._kv.values
-        return PreparedRun(
-            self._session,
-            inputs,
-            outputs,
-            {name: values[name] for name in self._past},
-            {out: values[name] for out, name in self._present.items()},
-            self.engine.file,
-        )
+        return self.has(FIRST_ROW)
 
 
 class _RowBuffers:
@@ -357,12 +329,6 @@ def _between(engines: Mapping[str, EngineSpec]) -> dict[str, tuple[tuple[int, ..
     return {
         spec.name: (tuple(int(size) for size in spec.shape[2:]), spec.dtype.value) for spec in specs
     }
-
-
-def _first_row(stage: _Stage, row: int) -> dict[str, NDArray[Any]]:
-    arrays = stage.arrays((FIRST_ROW,))
-    arrays[FIRST_ROW][0] = row
-    return arrays
 
 
 def _common(seen: Sequence[int], tokens: NDArray[np.int64]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from specrun.contract import (
     PAST_LENGTH,
     TOKENS,
     Part,
-    TensorSpec,
     past,
     present,
 )
@@ -81,6 +80,50 @@ class Verifier(Protocol):
         ...
 
 
+class KvEngine:
+    """A session on KV buffers: arrays for its tensors, and runs that are bound to the buffers."""
+
+    def __init__(self, session: Any, engine: EngineSpec, kv: KvBuffers) -> None:
+        self.engine = engine
+        self._session = session
+        self._kv = kv
+        self._specs = {spec.name: spec for spec in (*engine.inputs, *engine.outputs)}
+        self._past = [name for name in kv.arrays if name in self._specs]
+        self._present = {
+            present(layer.layer, part): past(layer.layer, part)
+            for layer in engine.kv
+            for part in Part
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether it has an input or output of that name."""
+        return name in self._specs
+
+    def arrays(self, names: Sequence[str], **sizes: int) -> dict[str, NDArray[Any]]:
+        """Arrays for some of its inputs or outputs."""
+        return {name: zeros(self._specs[name], batch=self._kv.batch, **sizes) for name in names}
+
+    def first_row(self, row: int) -> dict[str, NDArray[Any]]:
+        """The input that says which rows are wanted: those from ``row`` on."""
+        arrays = self.arrays((FIRST_ROW,))
+        arrays[FIRST_ROW][0] = row
+        return arrays
+
+    def prepare(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]
+    ) -> PreparedRun:
+        """A run on these arrays and the KV buffers."""
+        values = self._kv.values
+        return PreparedRun(
+            self._session,
+            inputs,
+            outputs,
+            {name: values[name] for name in self._past},
+            {out: values[name] for out, name in self._present.items()},
+            self.engine.file,
+        )
+
+
 class Target:
     """A target session with its KV buffers."""
 
@@ -105,8 +148,7 @@ class Target:
             batch=batch,
             initial_capacity=initial_capacity,
         )
-        self._session = session
-        self._specs = {spec.name: spec for spec in (*engine.inputs, *engine.outputs)}
+        self._on_kv = KvEngine(session, engine, self.kv)
         self._runs: RunCache[PreparedRun] = RunCache(self._prepare)
 
     @property
@@ -173,19 +215,7 @@ class Target:
         return Rows(run.outputs[ARGMAX], wanted, run.outputs.get(LOGITS))
 
     def _prepare(self, rows: int, first_row: int, want_logits: int) -> PreparedRun:
-        def array(name: str) -> NDArray[Any]:
-            spec: TensorSpec = self._specs[name]
-            return zeros(spec, batch=self.kv.batch, rows=rows, wanted=rows - first_row)
-
-        inputs = {name: array(name) for name in (TOKENS, PAST_LENGTH, FIRST_ROW)}
-        inputs[FIRST_ROW][0] = first_row
-        outputs = (ARGMAX, HIDDEN, LOGITS) if want_logits else (ARGMAX, HIDDEN)
-        layers = [(kv.layer, part) for kv in self.kv.layers for part in Part]
-        return PreparedRun(
-            self._session,
-            inputs,
-            {name: array(name) for name in outputs},
-            self.kv.values,
-            {present(*key): self.kv.values[past(*key)] for key in layers},
-            self.engine.file,
-        )
+        on_kv = self._on_kv
+        inputs = on_kv.arrays((TOKENS, PAST_LENGTH), rows=rows) | on_kv.first_row(first_row)
+        names = (ARGMAX, HIDDEN, LOGITS) if want_logits else (ARGMAX, HIDDEN)
+        return on_kv.prepare(inputs, on_kv.arrays(names, rows=rows, wanted=rows - first_row))

@@ -20,13 +20,12 @@ from specexport.errors import SourceError
 from specexport.models import load
 from specexport.numbers import agreement, relative_error
 from specexport.parts.base import Opened, Settings, TargetRun, engine_spec
-from specexport.parts.record import manifest_source
+from specexport.parts.record import manifest_source, num_assistant_tokens, schedule
 from specexport.sources import Source
 from specexport.weights import Weights
 from specrun import contract
 from specrun.contract import MTP_DRAFTER_ENGINE, Role
 from specrun.manifest import DrafterSpec, DraftMethod, EngineSpec, MtpContract, ParityCase
-from specrun.options import ScheduleName
 from specrun.ort import PreparedRun, zeros
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 DRAFT_STEPS = 4
 COMMON_CANDIDATES = 0.75  # least share of a centroid head's candidates that must be the same
-DEFAULT_NUM_ASSISTANT_TOKENS = 4  # where the assistant names none
 
 
 @dataclass(frozen=True)
@@ -166,17 +164,6 @@ class Assistant:
     @functools.cached_property
     def _tokenizer_size(self) -> int:
         return len(tokenizer_files.load(self.target.path))
-
-
-def num_assistant_tokens(source: Source) -> int:
-    """The drafter's own setting where it has one."""
-    return int(source.generation.get("num_assistant_tokens") or DEFAULT_NUM_ASSISTANT_TOKENS)
-
-
-def schedule(source: Source) -> ScheduleName:
-    """The drafter's own setting; one that would outlast a generation starts over with each."""
-    named = source.generation.get("num_assistant_tokens_schedule")
-    return "constant" if named == "constant" else "heuristic_transient"
 
 
 def _reference_case(assistant: Any, run: TargetRun, past: int, known: int) -> DraftCase:

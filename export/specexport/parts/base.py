@@ -7,8 +7,9 @@ asks which part it has.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -30,6 +31,7 @@ from specrun.manifest import (
 if TYPE_CHECKING:
     from specgraphs.engine_graph import EngineGraph
     from specgraphs.trace import FakeModel
+    from specrun.target import Verifier
 
 Precision = Literal["fp32", "fp16"]
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
@@ -70,13 +72,20 @@ class TargetRun:
 
 @dataclass(frozen=True)
 class Opened:
-    """A written folder, opened for comparing. ``target``: the target, its KV empty or not."""
+    """A written folder, opened for comparing."""
 
     folder: Path
     manifest: Manifest
-    target: Any
     threads: int
     mapped: bool
+
+    @functools.cached_property
+    def target(self) -> Verifier:
+        """The target, opened once; its KV empty or not."""
+        from specrun.opening import open_target
+
+        most = self.manifest.generation.max_context
+        return open_target(self.manifest, self.session, max_context=most)
 
     def session(self, name: str) -> Any:
         """A session of the engine called ``name``, checked against the manifest."""
@@ -170,8 +179,6 @@ def engine_spec(
 
     ``contract``: the fields of EngineSpec that belong to one role only.
     """
-    from dataclasses import replace
-
     from specgraphs import ops
 
     spec = EngineSpec(

@@ -21,9 +21,13 @@ from numpy.typing import NDArray
 from specexport import tokenizer_files
 from specexport.models import load
 from specexport.numbers import agreement, relative_error
-from specexport.parts.assistant import schedule
 from specexport.parts.base import Opened, Settings, TargetRun
-from specexport.parts.record import manifest_source, manifest_tokenizer
+from specexport.parts.record import (
+    manifest_source,
+    manifest_tokenizer,
+    num_assistant_tokens,
+    schedule,
+)
 from specexport.parts.target import causal_spec, check_target
 from specexport.sources import Source
 from specexport.tokenizer_files import TokenizerInfo
@@ -64,11 +68,11 @@ class DraftModel:
     @property
     def method(self) -> DraftMethod:
         """See :class:`DrafterPart`. Both tokenizers are loaded for it. Raises SourceError."""
-        return self._method
+        return "draft" if self._same_tokenizer else "universal"
 
     @functools.cached_property
-    def _method(self) -> DraftMethod:
-        return "draft" if same_tokenizer(self.source.path, self.target.path) else "universal"
+    def _same_tokenizer(self) -> bool:
+        return same_tokenizer(self.source.path, self.target.path)
 
     @property
     def engine(self) -> str:
@@ -142,12 +146,11 @@ class DraftModel:
     ) -> DrafterSpec:
         """See :class:`DrafterPart`."""
         info = self._tokenizer
-        named = self.source.generation.get("num_assistant_tokens")
         return DrafterSpec(
             source=manifest_source(self.source),
             engines=(self.engine,),
             max_num_draft=None,
-            num_assistant_tokens=int(named or DEFAULT_NUM_ASSISTANT_TOKENS),
+            num_assistant_tokens=num_assistant_tokens(self.source, DEFAULT_NUM_ASSISTANT_TOKENS),
             schedule=schedule(self.source),
             target_sha256=target_sha256,
             tokenizer_sha256=sha256[tokenizer_files.TOKENIZER],
@@ -201,11 +204,12 @@ class DraftModel:
 
     def _past_lengths(self, run: TargetRun) -> tuple[int, ...]:
         """The target's, as far as they fit, and one behind a sliding window of its own."""
+        from specgraphs import families
+
         config = self.source.config
         most = int(config.max_position_embeddings) - ROWS
-        window = getattr(config, "sliding_window", None)
-        sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        lengths = {*run.past_lengths, *([int(window) + 9] if window and sliding else [])}
+        window = families.sliding_window(config)
+        lengths = {*run.past_lengths, *([window + 9] if window is not None else [])}
         return tuple(sorted(n for n in lengths if n <= most)) or (1,)
 
 

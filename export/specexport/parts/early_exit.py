@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from specexport import tokenizer_files
 from specexport.numbers import agreement, relative_error
-from specexport.parts.assistant import num_assistant_tokens, schedule
 from specexport.parts.base import Opened, Settings, TargetRun, engine_spec
+from specexport.parts.record import num_assistant_tokens, schedule
 from specexport.parts.target import check_target
 from specexport.sources import Source
 from specexport.weights import Weights

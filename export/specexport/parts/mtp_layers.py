@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport import mtp_weights, streamed, tokenizer_files
+from specexport import models, mtp_weights, tokenizer_files
 from specexport.errors import SourceError
-from specexport.models import STREAMED, WHOLE
 from specexport.numbers import agreement, relative_error
 from specexport.parts.base import Opened, Settings, TargetRun, engine_spec
 from specexport.sources import Source
@@ -86,7 +85,7 @@ class MtpLayers:
 
     def reference(self, run: TargetRun) -> tuple[MtpCase, ...]:
         """What the layers draft after each of the run's lengths."""
-        model, scope = self._reference_model(run)
+        model, scope = models.load_mtp(self.target, self._own, run.model, run.memory, run.dtype)
         run.note(self.method, scope)
         return tuple(_reference_case(model, run, past) for past in run.past_lengths)
 
@@ -181,17 +180,7 @@ class MtpLayers:
     def _plan(self) -> MtpPlan:
         from specgraphs.mtp_layers import plan_mtp
 
-        plan = plan_mtp(self.target.config)
-        assert plan is not None, "there is no part without layers"
-        return plan
-
-    def _reference_model(self, run: TargetRun) -> tuple[Any, str]:
-        """transformers' MtpModel around the run's target, loaded by transformers itself unless
-        the layers take more memory than they may; and how it is run."""
-        needed = sum(self._own.nbytes(name) for name in self._own.names())
-        if needed <= run.memory:
-            return mtp_weights.load_reference(self.target, run.model, run.dtype), WHOLE
-        return streamed.load_mtp(run.model, self._own), STREAMED
+        return plan_mtp(self.target.config)
 
 
 def part(target: Source, wanted: bool | None) -> MtpLayers | None:

@@ -1,4 +1,4 @@
-"""Checkpoints and tokenizers as the manifest records them."""
+"""Checkpoints, tokenizers and what they say of drafting, as the manifest records them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from specexport.sources import Source
 from specexport.tokenizer_files import TokenizerInfo
 from specrun import manifest as manifests
 from specrun.manifest import TokenizerSpec
+from specrun.options import ScheduleName
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 4  # where a checkpoint names none
 
 
 def manifest_source(source: Source) -> manifests.Source:
@@ -28,3 +31,14 @@ def manifest_tokenizer(info: TokenizerInfo, sha256: str) -> TokenizerSpec:
         chat_template=info.chat_template,
         special_tokens=info.special_tokens,
     )
+
+
+def num_assistant_tokens(source: Source, default: int = DEFAULT_NUM_ASSISTANT_TOKENS) -> int:
+    """The drafter's own setting where it has one."""
+    return int(source.generation.get("num_assistant_tokens") or default)
+
+
+def schedule(source: Source) -> ScheduleName:
+    """The drafter's own setting; one that would outlast a generation starts over with each."""
+    named = source.generation.get("num_assistant_tokens_schedule")
+    return "constant" if named == "constant" else "heuristic_transient"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from specrun.sampling import Distribution, Sampler
+from specrun.sampling import Distribution, Draw, Sampler
 
 
 class Proposal(NamedTuple):
@@ -16,6 +16,19 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     q: list[Distribution] | None = None
+
+
+def draw_from_row(
+    sampler: Sampler, prefix: NDArray[np.int64], argmax: int, logits: NDArray[np.float32] | None
+) -> Draw:
+    """The token behind ``prefix``: the engine's own argmax where no ``logits`` were asked for."""
+    return Draw(argmax, None, True) if logits is None else sampler.draw(prefix, logits)
+
+
+def proposal_of(draws: Sequence[Draw]) -> Proposal:
+    """The drawn tokens, with what they were drawn from unless they were certain."""
+    q = [draw.q for draw in draws if draw.q is not None]
+    return Proposal([draw.token for draw in draws], q if draws and len(q) == len(draws) else None)
 
 
 class Drafter(Protocol):

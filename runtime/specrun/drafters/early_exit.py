@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.drafters.base import Proposal
-from specrun.drafters.model import proposal_of
+from specrun.drafters.base import Proposal, draw_from_row, proposal_of
 from specrun.sampling import Draw, Sampler
 from specrun.split import SplitTarget
 
@@ -66,6 +65,5 @@ class EarlyExitDrafter:
 
     def _draw(self, prefix: NDArray[np.int64], sampler: Sampler) -> Draw:
         rows = self._target.draft(int(prefix[-1]), want_logits=sampler.needs_draft_logits)
-        if rows.logits is None:
-            return Draw(int(rows.argmax[0, 0]), None, True)
-        return sampler.draw(prefix, rows.logits[0, 0])
+        logits = None if rows.logits is None else rows.logits[0, 0]
+        return draw_from_row(sampler, prefix, int(rows.argmax[0, 0]), logits)

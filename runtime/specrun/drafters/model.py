@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.drafters.base import Proposal
-from specrun.sampling import Distribution, Draw, Sampler
+from specrun.drafters.base import Proposal, draw_from_row, proposal_of
+from specrun.sampling import Draw, Sampler
 from specrun.target import Rows, Target
 
 STAND_IN = 0  # read in place of a token that the draft model's vocabulary does not have
@@ -161,9 +161,8 @@ class ModelDrafter:
 
     def _draw(self, text: Sequence[int], prefix: NDArray[np.int64], sampler: Sampler) -> Draw:
         rows = self.reader.read(text, want_logits=sampler.needs_draft_logits)
-        if rows.logits is None:
-            return Draw(int(rows.argmax[0, 0]), None, True)
-        return sampler.draw(prefix, self._common(rows.logits[0, 0]))
+        logits = None if rows.logits is None else self._common(rows.logits[0, 0])
+        return draw_from_row(sampler, prefix, int(rows.argmax[0, 0]), logits)
 
     def _common(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits ``[table_size]``, minus infinity for ids that not all three have."""
@@ -172,12 +171,6 @@ class ModelDrafter:
         row = np.full(self.table_size, -np.inf, dtype=np.float32)
         row[: self.vocab_size] = logits[: self.vocab_size]
         return row
-
-
-def proposal_of(draws: Sequence[Draw]) -> Proposal:
-    """The drawn tokens, with what they were drawn from unless they were certain."""
-    q: list[Distribution] = [draw.q for draw in draws if draw.q is not None]
-    return Proposal([draw.token for draw in draws], q if draws and len(q) == len(draws) else None)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -21,23 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.contract import (
-    ARGMAX,
-    FIRST_ROW,
-    HIDDEN,
-    LOGITS,
-    NEXT_HIDDEN,
-    PAST_LENGTH,
-    TOKENS,
-    Part,
-    past,
-    present,
-)
-from specrun.drafters.base import Proposal
+from specrun.contract import ARGMAX, HIDDEN, LOGITS, NEXT_HIDDEN, PAST_LENGTH, TOKENS
+from specrun.drafters.base import Proposal, draw_from_row, proposal_of
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
-from specrun.ort import PreparedRun, RunCache, zeros
+from specrun.ort import PreparedRun, RunCache
 from specrun.sampling import Draw, Sampler
+from specrun.target import KvEngine
 
 SETTLE_ROWS = 64  # target rows that may wait for a layer before all layers catch up
 
@@ -114,8 +104,7 @@ class MtpLayersDrafter:
             drafts.append(draws[-1].token)
             if not draws[-1].confident:
                 break
-        q = [draw.q for draw in draws if draw.q is not None]
-        return Proposal(drafts, q if len(q) == len(drafts) else None)
+        return proposal_of(draws)
 
     def truncate(self, length: int) -> None:
         """Keep the rows whose tokens are among the first ``length``.
@@ -169,9 +158,8 @@ class MtpLayersDrafter:
                 hidden = layer.run(tokens, hidden[: end - start], want_logits=False).hidden
 
     def _draw(self, out: LayerRows, drafts: list[int], sampler: Sampler) -> Draw:
-        if out.logits is None:
-            return Draw(out.argmax, None, True)
-        return sampler.draw(np.array([*self._tokens, *drafts], dtype=np.int64), out.logits)
+        prefix = np.array([*self._tokens, *drafts], dtype=np.int64)
+        return draw_from_row(sampler, prefix, out.argmax, out.logits)
 
 
 class LayerRows(NamedTuple):
@@ -201,8 +189,7 @@ class MtpLayer:
             max_context=max_context,
             initial_capacity=initial_capacity,
         )
-        self._session = session
-        self._specs = {spec.name: spec for spec in (*engine.inputs, *engine.outputs)}
+        self._on_kv = KvEngine(session, engine, self.kv)
         self._runs: RunCache[PreparedRun] = RunCache(self._prepare)
 
     def run(
@@ -227,18 +214,7 @@ class MtpLayer:
         return LayerRows(int(run.outputs[ARGMAX][0, 0]), run.outputs[NEXT_HIDDEN][0], logits)
 
     def _prepare(self, rows: int, want_logits: int) -> PreparedRun:
-        def array(name: str) -> NDArray[Any]:
-            return zeros(self._specs[name], batch=1, rows=rows, wanted=1)
-
-        inputs = {name: array(name) for name in (TOKENS, HIDDEN, PAST_LENGTH, FIRST_ROW)}
-        inputs[FIRST_ROW][0] = rows - 1
-        outputs = (ARGMAX, NEXT_HIDDEN, LOGITS) if want_logits else (ARGMAX, NEXT_HIDDEN)
-        halves = [(kv.layer, part) for kv in self.kv.layers for part in Part]
-        return PreparedRun(
-            self._session,
-            inputs,
-            {name: array(name) for name in outputs},
-            self.kv.values,
-            {present(*half): self.kv.values[past(*half)] for half in halves},
-            self.engine.file,
-        )
+        on_kv = self._on_kv
+        inputs = on_kv.arrays((TOKENS, HIDDEN, PAST_LENGTH), rows=rows) | on_kv.first_row(rows - 1)
+        names = (ARGMAX, NEXT_HIDDEN, LOGITS) if want_logits else (ARGMAX, NEXT_HIDDEN)
+        return on_kv.prepare(inputs, on_kv.arrays(names, rows=rows, wanted=1))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.drafters.base import Proposal
-from specrun.drafters.model import Reader, common_prefix, proposal_of
+from specrun.drafters.base import Proposal, proposal_of
+from specrun.drafters.model import Reader, common_prefix
 from specrun.drafters.retokenize import Follower, continuation, whole_characters
 from specrun.drafters.vocabulary import VocabularyPair
 from specrun.errors import UsageError
