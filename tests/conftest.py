@@ -20,7 +20,7 @@ import specrun
 if TYPE_CHECKING:
     from exported import Exported, Pair
 
-    from specexport.parts.base import Precision
+    from specrun.manifest import Precision
 
 
 @pytest.fixture

@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 import specrun
 from specexport import exporter
 from specexport.exporter import ExportOptions
-from specexport.parts.base import Precision
 from specexport.sources import Source, resolve_pair
 from specrun import manifest as manifests
 from specrun.contract import Role
-from specrun.manifest import EngineSpec, Manifest
+from specrun.manifest import EngineSpec, Manifest, Precision
 from specrun.ort import open_session
 from specrun.target import Target
 

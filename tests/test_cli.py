@@ -81,6 +81,8 @@ def test_json(folder: Path) -> None:
         (["--prompt", "1", "--system", "x", "--raw"], 2, "--system: got 'x' together", "one"),
         (["--prompt", "1", "--stop", ""], 2, "--stop: must be strings that are not", "string"),
         (["--prompt", "1", "--ignore-eos", "--eos-token-id", "3"], 2, "exclude each other", "one"),
+        (["--prompt", "1", "--exact", "-k", "16"], 2, "--num-assistant-tokens: in exact", "15"),
+        (["--prompt", "1", "--exact-width", "4"], 2, "--exact-width: has no effect", "--exact"),
         (["--prompt", "1" * 64], 1, "64 tokens do not fit into the context of 64", "shorten"),
         (["--prompt", "1", "--device", "cuda"], 1, "--device: 'cuda' is not", "--device cpu"),
     ],
@@ -163,6 +165,9 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "max_context": ([], ["--max-context", "32"]),
     "prefill_chunk": ([], ["--prefill-chunk", "2"]),
     "verify": ([], ["--verify", "full"]),
+    "spin": ([], ["--spin"]),
+    "exact": ([], ["--exact"]),
+    "exact_width": (["--exact"], ["--exact", "--exact-width", "4"]),
     "strict": ([], ["--strict"]),
     "stats": ([], ["--stats"]),
     "quiet": ([], ["--quiet"]),
@@ -206,7 +211,7 @@ def test_inspect(folder: Path) -> None:
     assert result.exit_code == 0
     assert "engine mtp_drafter" in result.stdout
     assert "drafts up to 16 tokens" in result.stdout
-    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 2
+    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 3
     (folder / "target.onnx").write_bytes(b"")
     assert call("inspect", folder).exit_code == 1
 

@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 
 from specexport import engines
 from specexport.datafile import DATA_FILE, DataFile
+from specexport.made import Sources
 from specexport.numbers import relative_error
 from specexport.parts.base import Settings
 from specexport.parts.early_exit import TargetInParts
@@ -50,7 +51,7 @@ from specrun.text import Tokenizer
 NEW = 24
 CLOSE = 1e-5
 CONTEXT = tiny_models.CONTEXT
-SETTINGS = Settings("fp32", CONTEXT, 8)
+SETTINGS = Settings("fp32", "fp32", CONTEXT, 8)
 # Cuts of every family, those of a line on one data file. In gemma4-e2b layers 3 to 5 read KV of
 # layers 1 and 2: the owners may be in front (3), or one of the two (2), or a reader too (5), or
 # nothing is left for the back (6).
@@ -136,7 +137,8 @@ def write(name: str, cuts: tuple[int, ...], folder: Path) -> None:
     graphs[TARGET_ENGINE] = trace_target(fake, "fp32", max_context=CONTEXT)
     with DataFile(folder / DATA_FILE) as data:
         for engine, graph in graphs.items():
-            engines.write_engine(graph, folder / f"{engine}.onnx", data, {"target": source.weights})
+            path = folder / f"{engine}.onnx"
+            engines.write_engine(graph, path, data, Sources({"target": source.weights}))
     source.write_tokenizer(folder)
 
 

@@ -62,6 +62,8 @@ def test_export_as_json(llama: Path, tmp_path: Path) -> None:
         "drafters": {},
         "engines": {"target": "target.onnx"},
         "bytes": size,
+        "notes": [],
+        "quality": None,
     }
 
 

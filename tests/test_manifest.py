@@ -45,14 +45,18 @@ METHOD = ("drafters", "mtp-drafter")
     [
         (put("colour", value="red"), r"field must be one of \[.*\], got 'colour'"),
         (put("tokenizer", "kind", value="bpe"), "tokenizer: field must be one of .* got 'kind'"),
-        (put("format", value=3), "format: this specrun reads up to 2, got 3"),
-        (put("format", value="1"), "format: must be 2, got '1'"),
-        (put("format", value=1), "format: must be 2, got 1"),
+        (put("format", value=4), "format: this specrun reads up to 3, got 4"),
+        (put("format", value="3"), "format: must be 3, got '3'"),
+        (put("format", value=2), "format: must be 3, got 2"),
         (lambda data: data.pop("generation"), "field 'generation' is missing"),
         (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
         (put("generation", "max_context", value=True), "generation.max_context: must be int"),
         (put("generation", "max_context", value=1), "max_context must be at least 2, got 1"),
         (put("engines", "target", "kv_dtype", value="bfloat16"), "kv_dtype: must be one of"),
+        (put("engines", "target", "precision", value="int3"), "precision: must be one of .*'int4'"),
+        (put("engines", "target", "step_bytes", value="1 GB"), "step_bytes: must be int"),
+        (put("engines", "target", "weights", value={}), "weights: field 'block_size' is missing"),
+        (lambda data: data.pop("quality"), "field 'quality' is missing"),
         (put("drafters", "critic", value={}), "drafters key: must be one of"),
         (put("engines", "critic", value={}), "engines.critic: field 'role' is missing"),
         (put("engines", "target", "role", value="critic"), "role: must be one of"),
@@ -82,7 +86,7 @@ def test_a_manifest_that_is_not_right(folder: Path, edit: Change, says: str) -> 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_a_manifest_that_is_not_one(folder: Path, text: str) -> None:
     (folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
-    refused(folder, "manifest.json: (not JSON|format: must be 2, got None)")
+    refused(folder, "manifest.json: (not JSON|format: must be 3, got None)")
 
 
 def test_a_newer_format_says_what_to_upgrade(folder: Path) -> None:

@@ -14,7 +14,10 @@ from onnx_ir.passes import common
 
 from specgraphs.loop import RepeatStep
 from specgraphs.passes import (
+    ArgmaxInBlocks,
     DropShapePairs,
+    FuseResidualNorms,
+    FuseSilu,
     FuseTransposedWeights,
     StaticReshapes,
     WantedRowsFromFirstRow,
@@ -84,15 +87,16 @@ def run(model: ir.Model, **feeds: NDArray[Any]) -> list[NDArray[Any]]:
     return outputs
 
 
-def apply(model: ir.Model, pass_: Any, **feeds: NDArray[Any]) -> bool:
+def apply(model: ir.Model, pass_: Any, tolerance: float = 0.0, **feeds: Any) -> bool:
     """Apply ``pass_``, assert that the outputs stay the same, return whether it changed anything.
 
-    A second application finds nothing more to do.
+    A second application finds nothing more to do. ``tolerance``: relative, where sums may be made
+    in another order.
     """
     before = run(model, **feeds)
     modified = bool(pass_(model).modified)
     for old, new in zip(before, run(model, **feeds), strict=True):
-        np.testing.assert_array_equal(old, new)
+        np.testing.assert_allclose(old, new, rtol=tolerance, atol=tolerance)
     assert not pass_(model).modified
     return modified
 
@@ -274,6 +278,209 @@ def test_products_that_stay() -> None:
     assert not apply(model, FuseTransposedWeights(), **feeds)
     assert "FusedMatMul" not in kinds(model)
     assert "com.microsoft" not in model.opset_imports
+
+
+def output_names(model: ir.Model) -> list[str | None]:
+    """Names of the outputs, which no pass may change."""
+    return [v.name for v in model.graph.outputs]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("output", [False, True])
+def test_fuse_silu(swapped: bool, output: bool) -> None:
+    """Case 1: in either order; as an output of the graph it keeps its name."""
+    build = Builder(x := value("x", [2, 3, 8]))
+    soft = build.op("Sigmoid", [x], [2, 3, 8])
+    product = build.op("Mul", [soft, x] if swapped else [x, soft], [2, 3, 8])
+    made = product if output else build.op("Neg", [product], [2, 3, 8])
+    made.name = "out"
+    model = build.model(made)
+    assert apply(model, FuseSilu(), 1e-6, x=X / 10 - 2)
+    assert kinds(model) == (["QuickGelu"] if output else ["QuickGelu", "Neg"])
+    assert output_names(model) == ["out"]
+    assert model.opset_imports["com.microsoft"] == 1
+
+
+def test_sigmoids_that_stay() -> None:
+    """Read twice; an output itself; times something else; not times anything."""
+    build = Builder(x := value("x", [2, 3, 8]))
+    dims = [2, 3, 8]
+    other = build.op("Neg", [x], dims)
+    twice = build.op("Sigmoid", [x], dims)
+    shown = build.op("Sigmoid", [x], dims)
+    gate = build.op("Sigmoid", [x], dims)
+    model = build.model(
+        build.op("Mul", [x, twice], dims),
+        build.op("Neg", [twice], dims),
+        build.op("Mul", [x, shown], dims),
+        shown,
+        build.op("Mul", [other, gate], dims),
+        build.op("Add", [x, build.op("Sigmoid", [x], dims)], dims),
+        build.op("Mul", [square := build.op("Sigmoid", [x], dims), square], dims),
+    )
+    assert not apply(model, FuseSilu(), x=X / 10 - 2)
+    assert "QuickGelu" not in kinds(model) and "com.microsoft" not in model.opset_imports
+
+
+def normed(build: Builder, x: ir.Value, dims: Dims, **attributes: Any) -> ir.Value:
+    scale = build.constant(np.linspace(0.5, 2, 8), np.float32)
+    given = {"epsilon": 1e-6} | attributes
+    return build.op("RMSNormalization", [x, scale], dims, **given)
+
+
+Y = np.cos(X)
+
+
+@pytest.mark.parametrize("axis", [None, -1])
+@pytest.mark.parametrize("read", ["no", "later", "output"])
+def test_fuse_residual_norms(read: str, axis: int | None) -> None:
+    """Case 1: whatever else reads the sum reads it from the new node."""
+    dims: Dims = ["batch", "rows", 8]
+    build = Builder(x := value("x", dims), y := value("y", dims))
+    total = build.op("Add", [x, y], dims)
+    out = normed(build, total, dims, **({} if axis is None else {"axis": axis}))
+    outputs = [out]
+    if read == "later":
+        outputs.append(build.op("Neg", [total], dims))
+    model = build.model(*outputs)
+    if read == "output":
+        model.graph.outputs.append(total)
+    names = output_names(model)
+    fused = apply(model, FuseResidualNorms(), 1e-5, x=X, y=Y)
+    assert output_names(model) == names
+    if read == "output":  # the sum has to keep its name, so it stays
+        assert not fused and kinds(model) == ["Add", "RMSNormalization"]
+    else:
+        assert fused
+        wanted = ["SkipSimplifiedLayerNormalization", *(["Neg"] if read == "later" else [])]
+        assert kinds(model) == wanted
+        node = next(iter(model.graph))
+        assert node.attributes["epsilon"].as_float() == pytest.approx(1e-6)
+
+
+def test_a_chain_of_residual_norms() -> None:
+    """Each sum is the residual of the next one, as layers are."""
+    dims: Dims = ["batch", "rows", 8]
+    build = Builder(x := value("x", dims), y := value("y", dims))
+    total, outputs = build.op("Add", [x, y], dims), []
+    for _ in range(3):
+        out = normed(build, total, dims)
+        outputs.append(build.op("Neg", [out], dims))
+        total = build.op("Add", [total, outputs[-1]], dims)
+    model = build.model(*outputs, build.op("Neg", [total], dims))
+    assert apply(model, FuseResidualNorms(), 1e-5, x=X, y=Y)
+    assert kinds(model).count("SkipSimplifiedLayerNormalization") == 3
+    assert kinds(model).count("Add") == 1  # behind which there is no norm
+
+
+def test_residual_norms_that_stay() -> None:
+    """Case 2: a broadcast sum, an unknown shape, another rank, another axis, no sum."""
+    dims: Dims = ["batch", "rows", 8]
+    build = Builder(x := value("x", dims), y := value("y", dims))
+    bias = build.constant(np.arange(8), np.float32)
+    flat = build.op("Reshape", [x, build.constant([-1, 8])], ["all", 8])
+    unknown = build.op("Add", [x, y], [None, "rows", 8])
+    unknown.shape = None
+    hidden = build.op("Neg", [y], dims)
+    hidden.shape = None
+    plane = build.constant(np.ones((3, 8)), np.float32)
+    model = build.model(
+        normed(build, build.op("Add", [x, bias], dims), dims),
+        normed(build, build.op("Add", [x, hidden], dims), dims),
+        normed(build, build.op("Add", [flat, flat], ["all", 8]), ["all", 8]),
+        build.op(
+            "RMSNormalization", [build.op("Add", [x, y], dims), plane], dims, axis=1, epsilon=1e-6
+        ),
+        normed(build, build.op("Mul", [x, y], dims), dims),
+        normed(build, x, dims),
+    )
+    assert not apply(model, FuseResidualNorms(), x=X, y=Y)
+    assert kinds(model).count("RMSNormalization") == 6
+
+
+def search(vocab: int) -> ir.Model:
+    """The most probable token as it is traced."""
+    logits = value("given", [contract.BATCH, contract.WANTED, vocab])
+    build = Builder(logits)
+    out = build.op("Identity", [logits], [contract.BATCH, contract.WANTED, vocab])
+    best = build.op("ArgMax", [out], [contract.BATCH, contract.WANTED], INT64, axis=-1, keepdims=0)
+    shown = build.op("Neg", [logits], [contract.BATCH, contract.WANTED, vocab])
+    out.name, best.name, shown.name = contract.LOGITS, contract.ARGMAX, contract.HIDDEN
+    return build.model(out, best, shown)
+
+
+def check_search(model: ir.Model, logits: NDArray[np.float32]) -> None:
+    """The tokens are numpy's, and the margin is that to the second of all logits."""
+    names = output_names(model)
+    assert names == [contract.LOGITS, contract.ARGMAX, contract.MARGIN, contract.HIDDEN]
+    _, best, margin, _ = run(model, given=logits)
+    np.testing.assert_array_equal(best, logits.argmax(axis=-1))
+    top = np.sort(logits, axis=-1)[..., -2:]
+    np.testing.assert_array_equal(margin, top[..., 1] - top[..., 0])
+    assert best.dtype == np.int64 and margin.dtype == np.float32
+
+
+# Divides: in blocks of 16, 32, 512 (as a vocabulary of 49152 does), 512, 257 and 506. Does not: a
+# prime, 15, 7, and a product of two primes that are both too large for a block.
+VOCABULARIES = (16, 64, 1024, 49152, 514, 1518, 521, 15, 7, 2, 523 * 541)
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_argmax_in_blocks(vocab: int) -> None:
+    """Cases 1 and 2, for several sequences and rows."""
+    model = search(vocab)
+    assert ArgmaxInBlocks()(model).modified
+    in_blocks = "ReduceMax" in kinds(model)
+    assert in_blocks is (vocab in (16, 64, 1024, 49152, 514, 1518))
+    random = np.random.default_rng(vocab)
+    for shape in ((1, 1), (1, 5), (2, 3)):
+        check_search(model, random.standard_normal((*shape, vocab)).astype(np.float32))
+    assert not ArgmaxInBlocks()(model).modified
+
+
+@pytest.mark.parametrize("vocab", [16, 64, 1024, 514, 521, 15, 7])
+def test_argmax_of_equal_logits(vocab: int) -> None:
+    """The first one is taken, inside a block and across blocks; the margin is 0."""
+    model = search(vocab)
+    assert ArgmaxInBlocks()(model).modified
+    logits = np.zeros((1, vocab + 4, vocab), np.float32)
+    random = np.random.default_rng(vocab)
+    for row in range(vocab):  # two equal ones, anywhere
+        logits[0, row, random.choice(vocab, 2, replace=False)] = 1.0
+    logits[0, -4] = random.integers(0, 2, vocab)  # many
+    logits[0, -3] = -3.0  # all
+    logits[0, -2] = np.arange(vocab) // 3  # increasing, in threes
+    logits[0, -1] = -np.arange(vocab)  # the first is the best, and its neighbour the second
+    check_search(model, logits)
+    margins = run(model, given=logits)[2]
+    assert not margins[0, :-1].any() or vocab % 3 == 1  # then the largest stands alone
+    assert margins[0, -1] == 1
+
+
+@pytest.mark.parametrize("vocab", [64, 1024])
+def test_argmax_where_much_is_infinite(vocab: int) -> None:
+    """Masked logits: one, two or one block of them are left."""
+    model = search(vocab)
+    assert ArgmaxInBlocks()(model).modified
+    logits = np.full((1, 3, vocab), -np.inf, np.float32)
+    logits[0, 0, vocab // 2] = 1.0
+    logits[0, 1, [3, vocab - 1]] = [1.0, 2.0]
+    logits[0, 2, :16] = np.arange(16)
+    check_search(model, logits)
+
+
+def test_searches_that_stay() -> None:
+    """Case 3: no such output, or one that no ArgMax gives."""
+    model = search(64)
+    model.graph.outputs[1].name = "other"
+    assert not ArgmaxInBlocks()(model).modified
+    assert "ArgMax" in kinds(model)
+    build = Builder(tokens := value("tokens", [contract.BATCH, contract.WANTED], INT64))
+    same = build.op("Identity", [tokens], [contract.BATCH, contract.WANTED], INT64)
+    same.name = contract.ARGMAX
+    model = build.model(same)
+    assert not ArgmaxInBlocks()(model).modified
+    assert output_names(model) == [contract.ARGMAX]
 
 
 def test_wanted_rows() -> None:

@@ -28,6 +28,7 @@ def after(schedule: Schedule, *rounds: tuple[int, int], most: int | None = None)
     for drafted, accepted in rounds:
         schedule.update(
             Outcome(
+                asked=schedule.num_draft,
                 drafted=drafted,
                 accepted=accepted,
                 most=most,
@@ -272,6 +273,7 @@ def simulate(text: Sequence[Place], costs: StepCosts, schedule: Schedule) -> Sim
         if wanted or not schedule.num_draft:
             schedule.update(
                 Outcome(
+                    asked=wanted,
                     drafted=drafted,
                     accepted=accepted,
                     most=None,
@@ -337,7 +339,12 @@ def test_no_drafter_can_make_auto_lose_more_than_the_credit(drafts: str, seed: i
         tokens += 1 + accepted
         schedule.update(
             Outcome(
-                drafted=drafted, accepted=accepted, most=None, draft_seconds=0.0, verify_seconds=1.0
+                asked=drafted,
+                drafted=drafted,
+                accepted=accepted,
+                most=None,
+                draft_seconds=0.0,
+                verify_seconds=1.0,
             )
         )
         assert lost <= FIRST_CREDIT + SHARE * tokens + 1e-9

@@ -107,7 +107,14 @@ def test_a_sweep_asks_for_all_in_turn() -> None:
     for _ in range(9):
         asked.append(sweep.num_draft)
         sweep.update(
-            Outcome(drafted=asked[-1], accepted=0, most=None, draft_seconds=1.0, verify_seconds=2.0)
+            Outcome(
+                asked=asked[-1],
+                drafted=asked[-1],
+                accepted=0,
+                most=None,
+                draft_seconds=1.0,
+                verify_seconds=2.0,
+            )
         )
     assert [sorted(asked[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 4]] * 3
     assert sweep.cycles == 3
@@ -315,6 +322,7 @@ def asked(made: Schedule, rounds: int) -> list[int]:
         right = made.num_draft * (index % 2)
         made.update(
             Outcome(
+                asked=made.num_draft,
                 drafted=made.num_draft,
                 accepted=right,
                 most=6,
@@ -375,15 +383,20 @@ def test_the_heuristic_goes_on_by_method_and_start(folder: Path) -> None:
         number = schedule.num_draft
         schedule.update(
             Outcome(
-                drafted=number, accepted=number, most=None, draft_seconds=0.0, verify_seconds=1.0
+                asked=number,
+                drafted=number,
+                accepted=number,
+                most=None,
+                draft_seconds=0.0,
+                verify_seconds=1.0,
             )
         )
         return number
 
-    assert [next_of("heuristic", 3) for _ in range(3)] == [3, 5, 7]
+    assert [next_of("heuristic", 3) for _ in range(3)] == [3, 5, 6]  # 6: the drafter's most
     assert next_of("heuristic", 4) == 4
     assert next_of("heuristic", 3, method="prompt-lookup") == 3
     assert next_of("heuristic", 3, custom=True) == 3
-    assert next_of("heuristic", 3) == 9
+    assert next_of("heuristic", 3) == 6
     assert [next_of("heuristic_transient", 3) for _ in range(2)] == [3, 3]
     assert [next_of("constant", 3) for _ in range(2)] == [3, 3]

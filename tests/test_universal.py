@@ -366,7 +366,8 @@ class KnowsTheText:
         token = self.next()
         logits = np.full((1, 1, self.engine.vocab_size), -1.0, dtype=np.float32)
         logits[0, 0, token] = 15.0
-        return Rows(np.array([[token]]), np.empty((1, 1, 2)), logits if want_logits else None)
+        known = logits if want_logits else None
+        return Rows(np.array([[token]]), np.empty((1, 1, 2)), known, np.ones((1, 1), np.float32))
 
     def next(self) -> int:
         """The next token of the text; the end of it; nothing useful where the ids are not of it."""

@@ -8,6 +8,8 @@ The target writes a real KV row per token (the token and its position) and says
 or, with a ``script``, ``next = script[position]``. So a KV that holds anything but the committed
 prefix shows up in the tokens. ``Toy.plain`` is the same in plain Python. With a ``table`` the
 probabilities of the next token are ``table[token]``, so that exact laws are known in closed form.
+With ``shaped`` the shape of a run shows in the tokens, as in real engines in the last bits: rows,
+``first_row`` and ``past_length`` are added, and there is no closed formula.
 
 The MTP drafter drafts ``token + 1, token + 2, …`` (right for ``history_weight=0``), but only when
 token, hidden row, length and KV belong together; otherwise everything it drafts is wrong. That is
@@ -44,6 +46,7 @@ from specrun.contract import (
     TensorSpec,
 )
 from specrun.manifest import (
+    FORMAT,
     MANIFEST,
     DrafterSpec,
     DraftMethod,
@@ -94,6 +97,7 @@ class Toy:
     tokenizer: tokenizers.Tokenizer | None = None
     table: tuple[tuple[float, ...], ...] | None = None
     draft: Toy | None = None  # a second toy in the folder that drafts for this one
+    shaped: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()  # generation defaults of the checkpoint
 
     @property
@@ -144,6 +148,14 @@ class Graph:
         name = out or f"t{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
         return name
+
+    def top_two(self, value: str) -> tuple[str, str]:
+        """The two largest of the last axis, which goes."""
+        top = f"t{len(self.nodes)}"
+        both = helper.make_node("TopK", [value, self.const([2])], [top, f"{top}.at"], axis=-1)
+        self.nodes.append(both)
+        first, second = (self.op("Gather", top, self.const(i), axis=-1) for i in (0, 1))
+        return first, second
 
     def int64(self, value: str) -> str:
         """``value`` as int64."""
@@ -208,6 +220,9 @@ def write_target(path: Path, toy: Toy) -> None:
     elif toy.script is None:
         weighted = g.op("Mul", history, g.const(toy.history_weight))
         total = g.op("Add", g.op("Add", contract.TOKENS, weighted), one)
+        if toy.shaped:
+            shape = g.op("Add", g.op("Add", past, rows), contract.FIRST_ROW)
+            total = g.op("Add", total, shape)
         formula = g.op("Mod", total, g.const(toy.modulus))
         fixed = g.op("GreaterOrEqual", position, g.const(toy.fixed_from))
         answer = g.op("Where", fixed, g.const(FIXED), formula)
@@ -226,6 +241,8 @@ def write_target(path: Path, toy: Toy) -> None:
         with np.errstate(divide="ignore"):
             table = g.const(np.log(np.array(toy.table)), np.float32)
         g.op("Gather", table, wanted, out=contract.LOGITS, axis=0)
+    best_two = g.top_two(contract.LOGITS)
+    g.op("Sub", *best_two, out=contract.MARGIN)
     swapped = g.op("Concat", column(position), column(contract.TOKENS), axis=2)
     hidden = g.op("Cast", swapped, to=kv)
     g.op("Slice", hidden, contract.FIRST_ROW, end, axis, out=contract.HIDDEN)
@@ -317,6 +334,8 @@ def _engine(role: Role, toy: Toy, mtp: MtpContract | None, name: str) -> EngineS
         inputs=inputs,
         outputs=outputs,
         requires=Requires(onnxruntime="1.20.0", opset=20, ir_version=10),
+        step_bytes=1000,
+        weights=None,
         mtp=mtp,
     )
 
@@ -380,7 +399,7 @@ def write_folder(folder: Path, toy: Toy) -> Path:
         )
     bos = {"bos_token": tokenizer.id_to_token(toy.bos) or ""} if toy.bos is not None else {}
     manifest = Manifest(
-        format=2,
+        format=FORMAT,
         target=source,
         drafters=drafters,
         tokenizer=TokenizerSpec(
@@ -402,6 +421,8 @@ def write_folder(folder: Path, toy: Toy) -> Path:
         files=tuple(entry(folder, name) for name in names),
         versions={},
         parity=None,
+        quality=None,
+        notes=(),
     )
     (folder / MANIFEST).write_text(dumps(manifest), encoding="utf-8")
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -17,13 +18,15 @@ from specrun import __version__
 from specrun.cli import DefaultGroup, inspect
 from specrun.cli_errors import reports_errors
 from specrun.errors import UsageError
+from specrun.manifest import Precision
 
 if TYPE_CHECKING:
     from specexport.sources import Source
-    from specrun.manifest import Manifest, ParityReport
+    from specrun.manifest import Manifest, ParityReport, QualityReport
 
 NO_DRAFTER = "none"
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+DEFAULT_BLOCK_SIZE = 32  # as in specgraphs.formats, which needs numpy
 EXPORT_MODULES = (
     "torch",
     "transformers",
@@ -92,9 +95,36 @@ def _terminate(number: int, _: object) -> None:
     help="Export the MTP layers of the checkpoint.  [default: where it has any]",
 )
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True,
-    help="Of weights, activations and KV.",
-)  # fmt: skip
+    "--precision",
+    type=click.Choice((*PRECISIONS, "auto")),
+    default="fp32",
+    show_default=True,
+    help="Of linear layers. int8, int4: blocks of weights with a scale each. w8a8: weights and"
+    " activations in 8 bits, the fastest for several rows. fp16: also activations and KV. auto:"
+    " what is measured to be fastest on this machine.",
+)
+@click.option(
+    "--drafter-precision",
+    type=click.Choice(PRECISIONS),
+    help="Of drafters.  [default: the same; int8 with w8a8]",
+)
+@click.option(
+    "--head-precision",
+    type=click.Choice(PRECISIONS),
+    help="Of the output head.  [default: the same; int8 with int4]",
+)
+@click.option(
+    "--embedding-precision",
+    type=click.Choice(PRECISIONS),
+    help="Of embedding tables.  [default: the same; int8 with int4]",
+)
+@click.option(
+    "--block-size",
+    type=int,
+    default=DEFAULT_BLOCK_SIZE,
+    show_default=True,
+    help="Weights that share a scale in int8 and int4: 16, 32, 64, 128 or 256.",
+)
 @click.option("--max-context", type=int, help="Most tokens in all.  [default: the model's]")
 @click.option(
     "--num-draft",
@@ -114,13 +144,13 @@ def export(
     drafters: tuple[str, ...],
     early_exit: int | None,
     mtp_layers: bool | None,
-    precision: str,
     max_context: int | None,
     num_draft: int,
     revision: str | None,
     no_check: bool,
     quiet: bool,
     as_json: bool,
+    **precisions: Any,
 ) -> None:
     """Export SOURCE, and whatever drafts for it, to the folder --out.
 
@@ -132,6 +162,7 @@ def export(
       specexport gemma4-tiny --out engines/
       specexport google/gemma-4-E4B-it --drafter google/gemma-4-E4B-it-assistant --out engines/
       specexport ./my-llama --out engines/ --max-context 4096
+      specexport ./my-llama --out engines/ --precision w8a8
     """
     _check_installed()
     from specexport.exporter import ExportOptions
@@ -139,7 +170,7 @@ def export(
     from specexport.progress import bars
 
     options = ExportOptions(
-        precision="fp16" if precision == "fp16" else "fp32",
+        **precisions,
         max_context=max_context,
         num_draft=num_draft,
         early_exit=early_exit,
@@ -153,7 +184,11 @@ def export(
         click.echo(json.dumps(_summary(out, made), indent=2))
         return
     click.echo(f"{out}")
+    for note in made.notes:
+        click.echo(note, err=True)
     click.echo(_outcome(made.parity), err=True)
+    if made.quality is not None:
+        click.echo(_quality(made.quality), err=True)
 
 
 @main.command()
@@ -254,6 +289,8 @@ def _summary(out: Path, made: Manifest) -> dict[str, object]:
         "engines": {name: engine.file for name, engine in made.engines.items()},
         "bytes": sum(entry.size for entry in made.files),
         "parity": None if made.parity is None else _parity(made.parity),
+        "notes": list(made.notes),
+        "quality": None if made.quality is None else dataclasses.asdict(made.quality),
     }
 
 
@@ -274,6 +311,13 @@ def _outcome(report: ParityReport | None) -> str:
     return (
         f"equals transformers ({report.scope}): {len(report.cases)} comparisons,"
         f" worst {report.worst_tensor} {report.worst_error:.1e}"
+    )
+
+
+def _quality(report: QualityReport) -> str:
+    return (
+        f"against fp32 on {report.tokens} tokens: perplexity {report.perplexity:.4g}"
+        f" ({report.loss:+.1%}), {report.argmax_agreement:.1%} of the most probable tokens the same"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +37,7 @@ class DataFile:
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
         self.path = path
         self.ranges: dict[tuple[str, str, str], Range] = {}
-        self._file = path.open("wb")
+        self._file = path.open("wb+")
         self._progress = progress
 
     def __enter__(self) -> Self:
@@ -65,9 +66,7 @@ class DataFile:
         full_key = (*key, dtype.name)
         if full_key in self.ranges:
             return self.ranges[full_key]
-        align = LARGE_ALIGNMENT if length >= LARGE_TENSOR else SMALL_ALIGNMENT
-        offset = -(-self._file.tell() // align) * align
-        self._file.write(b"\0" * (offset - self._file.tell()))
+        offset = self._align(length)
         for chunk in chunks:
             data = np.ascontiguousarray(_convert(chunk, dtype, key[1]))
             self._file.write(data.data)
@@ -78,6 +77,44 @@ class DataFile:
             raise WeightsError(f"{key[1]}: must give {length} bytes, gave {written}")
         self.ranges[full_key] = Range(offset, length)
         return self.ranges[full_key]
+
+    def reserve(self, key: tuple[str, str, str], length: int) -> Range:
+        """A place of ``length`` bytes under ``key`` (its last part the dtype), to be filled."""
+        offset = self._align(length)
+        self._file.truncate(offset + length)
+        self._file.seek(offset + length)
+        self.ranges[key] = Range(offset, length)
+        return self.ranges[key]
+
+    def fill(self, place: Range, start: int, array: NDArray[Any]) -> None:
+        """Write ``array`` into ``place``, from byte ``start`` of it on."""
+        if start + array.nbytes > place.length:
+            raise WeightsError(f"{array.nbytes} bytes at {start} do not fit into {place.length}")
+        end = self._file.tell()
+        self._file.seek(place.offset + start)
+        self._file.write(np.ascontiguousarray(array).data)
+        self._file.seek(end)
+        if self._progress is not None:
+            self._progress(array.nbytes)
+
+    @contextlib.contextmanager
+    def mapped(
+        self, place: Range, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> Iterator[NDArray[Any]]:
+        """``place`` as an array that is the file itself, for writing out of order."""
+        self._file.flush()
+        array = np.memmap(self.path, dtype, "r+", place.offset, shape)
+        yield array
+        array.flush()
+        if self._progress is not None:
+            self._progress(array.nbytes)
+
+    def _align(self, length: int) -> int:
+        """Pad the file up to where ``length`` bytes may begin; the place."""
+        align = LARGE_ALIGNMENT if length >= LARGE_TENSOR else SMALL_ALIGNMENT
+        offset = -(-self._file.tell() // align) * align
+        self._file.write(b"\0" * (offset - self._file.tell()))
+        return offset
 
 
 def _convert(chunk: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +12,81 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from specexport.datafile import CHUNK_BYTES, DATA_FILE, DataFile
+from specexport.datafile import CHUNK_BYTES, DATA_FILE, DataFile, Range
 from specexport.errors import ExportError
-from specexport.weights import Weights
+from specexport.made import Sources, key, write
 from specgraphs.engine_graph import EngineGraph
 from specrun.contract import DType, TensorSpec
 
 INLINE_BELOW = 1024  # bytes; smaller values stand in the graph file itself
 
 
-def bytes_to_write(graphs: Iterable[EngineGraph], weights: Mapping[str, Weights]) -> int:
+def bytes_to_write(graphs: Iterable[EngineGraph], sources: Sources) -> int:
     """Bytes that the data file will hold, without alignment."""
-    seen: dict[tuple[str, str, str], int] = {}
+    seen: dict[tuple[str, ...], int] = {}
     for graph in graphs:
         for name, ref in graph.weights.items():
             value = graph.model.graph.initializers[name]
-            key = (ref.origin, weights[ref.origin].canonical(ref.name), str(value.dtype))
-            seen[key] = _size(value)
+            same = sources.canonical(ref)
+            seen[(same.origin, same.name, str(value.dtype))] = _size(value)
+        for name, made in graph.made.items():
+            value = graph.model.graph.initializers[name]
+            seen[(*key(made, sources), str(value.dtype))] = _size(value)
     return sum(seen.values())
+
+
+def step_bytes(graph: EngineGraph) -> int:
+    """Bytes of weights that a run of one row reads: all but tables, of which it reads a few rows.
+
+    Experts of which only the routed ones are read stand in tables, so they are not counted.
+    """
+    total = 0
+    for value in graph.model.graph.initializers.values():
+        kinds = {use.node.op_type for use in value.uses()}
+        if kinds - {"Gather", "GatherBlockQuantized"}:
+            total += _size(value)
+    return total
 
 
 def write_engine(
     graph: EngineGraph,
     path: Path,
     data: DataFile,
-    weights: Mapping[str, Weights],
+    sources: Sources,
     *,
     inline_below: int = INLINE_BELOW,
 ) -> None:
     """Write ``graph`` to ``path``, its large tensors to ``data`` in the same folder.
 
-    ``weights``: per origin. The tensors stream through in pieces; no checkpoint is held.
+    The tensors stream through in pieces; no checkpoint is held.
     """
     initializers = graph.model.graph.initializers
-    for name in list(graph.weights):
-        ref = graph.weights[name]
-        source = weights[ref.origin]
-        canonical = source.canonical(ref.name)
-        _store(
-            initializers[name],
-            (ref.origin, canonical),
-            data,
-            source.chunks(canonical, CHUNK_BYTES),
-            inline_below,
-        )
+    for name, ref in graph.weights.items():
+        same = sources.canonical(ref)
+        chunks = sources.weights[same.origin].chunks(same.name, CHUNK_BYTES)
+        _store(initializers[name], (same.origin, same.name), data, chunks, inline_below)
+    for name, made in graph.made.items():
+        value = initializers[name]
+        assert value.dtype is not None
+        _refer(value, write(made, value.dtype.numpy(), data, sources), data)
     for name, array in graph.constants.items():
-        # The same module attribute may differ between engines, so the file name is in the key.
-        _store(initializers[name], (path.name, name), data, iter([array]), inline_below)
+        # The same name may stand for other values in another engine, so its bytes are the key.
+        _store(initializers[name], _content(array), data, iter([array]), inline_below)
     for value in initializers.values():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor) and tensor is not None:
-            _store(value, (path.name, f"{value.name}"), data, iter([tensor.numpy()]), inline_below)
+            array = tensor.numpy()
+            _store(value, _content(array), data, iter([array]), inline_below)
     ir.save(graph.model, path)
+
+
+def _content(array: NDArray[Any]) -> tuple[str, str]:
+    return ("constant", hashlib.sha256(np.ascontiguousarray(array).data).hexdigest())
 
 
 def _store(
     value: ir.Value,
-    key: tuple[str, str],
+    name: tuple[str, str],
     data: DataFile,
     chunks: Iterator[NDArray[Any]],
     inline_below: int,
@@ -79,7 +98,11 @@ def _store(
         array = whole.astype(dtype).reshape(value.shape.numpy())
         value.const_value = ir.Tensor(array, name=value.name)
         return
-    place = data.add(key, dtype, _size(value), chunks)
+    _refer(value, data.add(name, dtype, _size(value), chunks), data)
+
+
+def _refer(value: ir.Value, place: Range, data: DataFile) -> None:
+    assert value.dtype is not None and value.shape is not None
     value.const_value = ir.ExternalTensor(
         DATA_FILE,
         place.offset,

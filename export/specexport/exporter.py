@@ -9,24 +9,38 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from specexport import engines, folder, parity, parts, reference
+from specexport import (
+    auto_precision,
+    engines,
+    folder,
+    models,
+    parity,
+    parts,
+    quality,
+    quantization,
+    reference,
+)
 from specexport.datafile import DATA_FILE, DataFile
 from specexport.errors import SourceError
-from specexport.parts.base import DrafterPart, Precision, Settings, TargetPart, file_name
+from specexport.made import Sources
+from specexport.parts.base import DrafterPart, Settings, TargetPart, file_name
 from specexport.parts.record import manifest_source, manifest_tokenizer
+from specexport.quantization import Plan, Precisions
 from specexport.sources import Source
 from specexport.weights import Weights
+from specgraphs.formats import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, activations
 from specrun import manifest as manifests
 from specrun import resolve
 from specrun.contract import FRONT_ENGINE, TARGET_ENGINE
 from specrun.errors import UsageError
-from specrun.manifest import Generation, Manifest
+from specrun.manifest import Generation, Manifest, Precision
 from specrun.options import GenerateOptions, available_threads
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
+AUTO: Literal["auto"] = "auto"
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 MIN_CONTEXT = 24  # the graphs are traced with an example of this order
 BLOCK = 5  # rows of a block to compare, where no drafter says how many it verifies
@@ -37,13 +51,21 @@ MODEL_MEMORY_SHARE = 0.25  # of the free memory, for the transformers model or t
 class ExportOptions:
     """How to export. ``max_context`` and lengths in tokens; None: as the checkpoint says.
 
+    ``precision``: of the weights of linear layers (auto: what is fastest here);
+    ``drafter_precision``: those of drafters (the same, and int8 with w8a8, as they step row by
+    row); ``head_precision``, ``embedding_precision``: of the output head and of tables (int8 with
+    int4, else the same). ``block_size``: columns that share a scale in int8 and int4.
     ``num_draft``: most tokens that the MTP drafter can draft in a round. ``early_exit``: export
     the target in parts, so that its first so many layers can draft. ``mtp_layers``: export the MTP
     layers of the target's checkpoint (None: where it has any). ``check``: compare the written
     engines with transformers before the folder appears.
     """
 
-    precision: Precision = "fp32"
+    precision: Precision | Literal["auto"] = "fp32"
+    drafter_precision: Precision | None = None
+    head_precision: Precision | None = None
+    embedding_precision: Precision | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
     max_context: int | None = None
     num_draft: int = 16
     early_exit: int | None = None
@@ -51,10 +73,7 @@ class ExportOptions:
     check: bool = True
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise UsageError(
-                f"precision: must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
-            )
+        self._check_precisions()
         if self.num_draft < 1:
             raise UsageError(f"num_draft: must be at least 1, got {self.num_draft}")
         if self.max_context is not None and self.max_context < 2:
@@ -63,6 +82,29 @@ class ExportOptions:
             raise UsageError(
                 f"early_exit: must be at least 1, got {self.early_exit}",
                 hint="give the number of first layers that draft",
+            )
+
+    def _check_precisions(self) -> None:
+        for name in ("precision", "drafter_precision", "head_precision", "embedding_precision"):
+            value = getattr(self, name)
+            allowed = (*PRECISIONS, AUTO) if name == "precision" else (*PRECISIONS, None)
+            if value not in allowed:
+                listed = ", ".join(choice for choice in allowed if choice is not None)
+                raise UsageError(
+                    f"{name}: must be one of {listed}, got {value!r}",
+                    hint=f"choose one of {listed}",
+                )
+            if value is not None and (value == "fp16") != (self.precision == "fp16"):
+                raise UsageError(
+                    f"{name}: {value} does not go with precision {self.precision}: activations are"
+                    " fp16 with fp16, and fp32 with all others",
+                    hint=f"leave {name} out, or give fp16 for both",
+                )
+        if self.block_size not in BLOCK_SIZES:
+            raise UsageError(
+                f"block_size: must be one of {', '.join(map(str, BLOCK_SIZES))},"
+                f" got {self.block_size}",
+                hint=f"{DEFAULT_BLOCK_SIZE} is the default",
             )
 
 
@@ -84,7 +126,10 @@ def export(
     """
     options = options or ExportOptions()
     report = progress or _silent
-    settings = Settings(options.precision, _max_context(target, options), options.num_draft)
+    precisions, notes = _precisions(target, options, report)
+    settings = Settings(
+        precisions.target, precisions.drafter, _max_context(target, options), options.num_draft
+    )
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     for part in (chosen, *drafting):
         part.check()
@@ -99,11 +144,15 @@ def export(
             max_context=settings.max_context,
             block=options.num_draft + 1 if drafting else BLOCK,
             memory=_memory_for_models(),
-            precision=options.precision,
+            precision=settings.dtype,
         )
         report("reference", 1, 1)
+    plan, judged = _plan(target, precisions, report, judge=options.check)
     with folder.atomic(out) as partial:
-        made = _write(target, chosen, drafting, partial, settings, report)
+        made = _write(target, chosen, drafting, partial, settings, plan, report)
+        if judged is not None:
+            made = replace(made, quality=quality.measure(partial, made, judged, report))
+        made = replace(made, notes=notes)
         if seen is not None:
             made = replace(made, parity=_compare(partial, made, drafting, seen, report))
         else:
@@ -111,6 +160,25 @@ def export(
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
         manifests.read(partial)
     return made
+
+
+def _precisions(
+    target: Source, options: ExportOptions, report: Progress
+) -> tuple[Precisions, tuple[str, ...]]:
+    """What was asked for, or measured to be best here; and why."""
+    precision = options.precision
+    notes: tuple[str, ...] = ()
+    if precision == AUTO:
+        choice = auto_precision.choose(target, report)
+        precision, notes = choice.precision, (choice.reason,)
+    made = quantization.resolve(
+        precision,
+        drafter=options.drafter_precision,
+        head=options.head_precision,
+        embedding=options.embedding_precision,
+        block_size=options.block_size,
+    )
+    return made, notes
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -141,7 +209,7 @@ def recheck(
         max_context=made.generation.max_context,
         block=most + 1 if most else BLOCK,
         memory=_memory_for_models(),
-        precision=made.target_engine.precision,
+        precision=activations(made.target_engine.precision),
     )
     return _compare(out, made, drafting, seen, report)
 
@@ -214,13 +282,16 @@ def _write(
     drafting: Sequence[DrafterPart],
     partial: Path,
     settings: Settings,
+    plan: Plan,
     report: Progress,
 ) -> Manifest:
     graphs = _trace(target, chosen, drafting, settings, report)
     weights: dict[str, Weights] = {"target": target.weights}
     for part in drafting:
         weights |= part.weights
-    total = engines.bytes_to_write(graphs.values(), weights)
+    sources = Sources(weights, plan.importance)
+    stored = quantization.apply(graphs, plan, sources, settings)
+    total = engines.bytes_to_write(graphs.values(), sources)
     folder.check_space(partial, total)
     done = 0
 
@@ -231,7 +302,7 @@ def _write(
 
     with DataFile(partial / DATA_FILE, count) as data:
         for name, graph in graphs.items():
-            engines.write_engine(graph, partial / file_name(name), data, weights)
+            engines.write_engine(graph, partial / file_name(name), data, sources)
     tokenizer = target.write_tokenizer(partial)
     for part in drafting:
         part.write_files(partial)
@@ -241,6 +312,10 @@ def _write(
     first = specs[TARGET_ENGINE] if TARGET_ENGINE in specs else specs[FRONT_ENGINE]
     for part in drafting:
         specs |= part.specs(settings)
+    specs = {
+        name: replace(spec, step_bytes=engines.step_bytes(graphs[name]), weights=stored[name])
+        for name, spec in specs.items()
+    }
     return Manifest(
         format=manifests.FORMAT,
         target=manifest_source(target),
@@ -253,7 +328,24 @@ def _write(
         files=files,
         versions=_versions(),
         parity=None,
+        quality=None,
+        notes=(),
     )
+
+
+def _plan(
+    target: Source, precisions: Precisions, report: Progress, *, judge: bool
+) -> tuple[Plan, quality.Judged | None]:
+    """Formats of the weights, and what fp32 says of the text that they will be judged by."""
+    judge = judge and precisions.of_target != {"fp32"}
+    model = scope = None
+    if judge or precisions.needs_calibration:
+        import torch
+
+        report("calibrate", 0, 2)
+        model, scope = models.load(target, _memory_for_models(), torch.float32)
+    judged = quality.reference(target, model, scope or "") if judge else None
+    return quantization.plan(target, model, precisions, report), judged
 
 
 def _trace(
@@ -267,7 +359,7 @@ def _trace(
 
     count = 1 + len(drafting)
     report("trace", 0, count)
-    fake = build_fake(*target.class_and_config(), settings.precision)
+    fake = build_fake(*target.class_and_config(), settings.dtype)
     graphs = chosen.trace(fake, settings)
     for index, part in enumerate(drafting, start=1):
         report("trace", index, count)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from specgraphs import ops
-
-Origin = Literal["target", "drafter", "draft", "universal", "mtp"]
-
-
-@dataclass(frozen=True)
-class WeightRef:
-    """A checkpoint tensor: whose checkpoint, and its name in the model class's state dict."""
-
-    origin: Origin
-    name: str
+from specgraphs.recipes import Made, Origin, WeightRef
 
 
 @dataclass(frozen=True)
@@ -36,12 +26,13 @@ class Module:
 
 @dataclass(frozen=True)
 class EngineGraph:
-    """A graph without weights; ``weights`` and ``constants`` together cover every initializer
-    whose value is not in the graph already."""
+    """A graph without weights; ``weights`` (checkpoint tensors as they are), ``made`` and
+    ``constants`` together cover every initializer whose value is not in the graph already."""
 
     model: ir.Model
     weights: dict[str, WeightRef]
     constants: dict[str, np.ndarray]
+    made: dict[str, Made] = field(default_factory=dict)
 
 
 def bind(model: ir.Model, modules: tuple[Module, ...]) -> EngineGraph:
@@ -81,3 +72,6 @@ def _rename(graph: ir.Graph, value: ir.Value, name: str) -> None:
     graph.initializers.pop(value.name or "")
     value.name = name
     graph.initializers[name] = value
+
+
+__all__ = ["EngineGraph", "Module", "Origin", "WeightRef", "bind"]

@@ -151,7 +151,7 @@ class AutoSchedule:
 
     def update(self, outcome: Outcome) -> None:
         """See :class:`specrun.schedule.Schedule`."""
-        asked = self.num_draft
+        asked = outcome.asked
         if self._learned is not None:
             self._learned.observe(outcome.drafted, outcome.draft_seconds, outcome.verify_seconds)
         if self._losses:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_args
 import click
 
 from specrun import __version__
+from specrun.cli_bench import bench
 from specrun.cli_errors import reports_errors
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
@@ -20,7 +21,7 @@ from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, 
 
 if TYPE_CHECKING:
     from specrun.doctor import Report
-    from specrun.manifest import Manifest
+    from specrun.manifest import EngineSpec, Manifest
     from specrun.result import Result
     from specrun.stats import Stats
 
@@ -190,6 +191,23 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
     type=click.Path(),
     default=ENGINE.tuning,
     help="Costs of steps that specrun tune --out wrote.  [default: the folder's own, if there]",
+)
+@click.option(
+    "--spin",
+    is_flag=True,
+    help="Threads wait for each other without sleeping: for machines that do nothing else.",
+)
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Greedy text and logits bit for bit those of --method plain --exact, near ties included.",
+)
+@click.option(
+    "--exact-width",
+    type=int,
+    default=ENGINE.exact_width,
+    show_default=True,
+    help="Rows of every run of the target with --exact; a round drafts at most one less.",
 )
 @click.option("--strict", is_flag=True, help="A drafter that fails is an error.")
 @click.option("--stats", is_flag=True, help="Write statistics to stderr at the end.")
@@ -367,14 +385,18 @@ def _stats_table(stats: Stats) -> str:
     by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position) or "-"
     seconds = " ".join(f"{phase} {value:.3f}" for phase, value in stats.seconds.items())
     lossy = ", lossy" if stats.lossy else ""
+    exact = f", exact in runs of {stats.exact_width} rows" if stats.exact else ""
     lines = {
-        "method": f"{stats.method} ({stats.mode}{lossy}) on {stats.provider}",
+        "method": f"{stats.method} ({stats.mode}{lossy}{exact}) on {stats.provider}",
         "tokens": f"{stats.prompt_tokens} prompt, {stats.emitted} new",
         "drafted": f"{stats.drafted}, accepted {stats.accepted} ({stats.acceptance:.0%})",
         "acceptance by position": by_position,
         "tokens per target step": f"{stats.tokens_per_target_step:.2f}",
         "seconds": f"{seconds} ({stats.tokens_per_second:.1f} tokens/s)",
     }
+    if stats.near_ties is not None:
+        share = f"{stats.near_ties} of {stats.emitted} tokens"
+        lines["near ties"] = f"{share} could be others in blocks of another width (see --exact)"
     return _table(lines)
 
 
@@ -417,13 +439,38 @@ def _manifest_table(manifest: Manifest) -> str:
     for name, engine in manifest.engines.items():
         own = engine.role is not Role.MTP_DRAFTER and engine.kv
         kv = f", {engine.kv_bytes_per_token} bytes of KV per token" if own else ""
-        lines[f"engine {name}"] = f"{engine.file}, {engine.precision}{kv}"
+        lines[f"engine {name}"] = f"{engine.file}, {_precision(engine)}{kv}"
     for entry in manifest.files:
         lines[f"file {entry.path}"] = f"{entry.size} bytes, sha256 {entry.sha256[:12]}…"
     parity = manifest.parity
     if parity is not None:
         lines["parity"] = f"{parity.scope}: worst error {parity.worst_error:.2g}"
+    if (quality := manifest.quality) is not None:
+        lines["quality"] = (
+            f"perplexity {quality.perplexity:.4g}, in fp32 {quality.reference_perplexity:.4g}"
+            f" ({quality.loss:+.1%}); {quality.argmax_agreement:.1%} of the most probable tokens"
+            f" the same, on {quality.tokens} tokens of {quality.text}"
+        )
+    for index, note in enumerate(manifest.notes, start=1):
+        lines[f"note {index}"] = note
     return _table(lines)
+
+
+def _precision(engine: EngineSpec) -> str:
+    """How its weights are stored, and what a step reads of them."""
+    read = f"{engine.step_bytes / 1e6:.1f} MB of weights read in a step"
+    if (stored := engine.weights) is None:
+        return f"{engine.precision}, {read}"
+    parts = [f"head {stored.head}", f"embedding {stored.embedding}"]
+    if engine.precision in ("int8", "int4"):
+        parts.insert(0, f"blocks of {stored.block_size}")
+    if stored.kept_int8:
+        parts.append(f"{len(stored.kept_int8)} layers kept in int8")
+    if stored.two_terms:
+        parts.append(f"{len(stored.two_terms)} layers with two 8-bit terms")
+    if stored.kept_float:
+        parts.append(f"{len(stored.kept_float)} layers kept as floats")
+    return f"{engine.precision} ({', '.join(parts)}), {read}"
 
 
 def _report_table(report: Report) -> str:
@@ -439,6 +486,7 @@ def _table(lines: dict[str, str]) -> str:
 
 
 main.add_command(tune)
+main.add_command(bench)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ FLAGS = {
     "do_sample": "--sample",
     "bad_words": "--bad-word",
     "eos_token_ids": "--eos-token-id",
+    # Of specrun bench.
+    "rounds": "--rounds",
     # Of specexport, which reports its errors with the same function.
     "num_draft": "--num-draft",
     "early_exit": "--early-exit",

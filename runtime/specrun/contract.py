@@ -17,6 +17,7 @@ The target engine, in formulas, for sequence b and row r::
     attends to       KV rows max(0, position - window + 1) .. position
     logits[b, i]     = head(final_norm(h[b, first_row + i]))
     argmax[b, i]     = first index of the largest logits[b, i]
+    margin[b, i]     = largest of logits[b, i] less the second largest
     hidden[b, r]     = final_norm(h[b, r]); where layers share KV only for the wanted rows,
                        hidden[b, i] = final_norm(h[b, first_row + i])
 
@@ -110,9 +111,11 @@ FIRST_ROW = "first_row"  # int64 [1], first row whose logits and hidden state ar
 # Outputs of the target.
 LOGITS = "logits"  # float32 [batch, wanted, vocabulary]
 ARGMAX = "argmax"  # int64 [batch, wanted]
+MARGIN = "margin"  # float32 [batch, wanted]
 HIDDEN = "hidden"  # KV dtype [batch, rows or wanted, hidden size]; an input of MTP engines
 
-# An MTP layer: inputs as the target's and hidden [batch, rows, hidden size]; logits and argmax too.
+# An MTP layer: inputs as the target's and hidden [batch, rows, hidden size]; logits, argmax and
+# margin too.
 NEXT_HIDDEN = "next_hidden"  # KV dtype [batch, rows, hidden size]
 
 # The MTP drafter: inputs besides past_length, hidden [batch, 1, hidden size] and the KV buffers.
@@ -207,6 +210,7 @@ def target_outputs(
     return (
         TensorSpec(LOGITS, DType.FLOAT32, (BATCH, WANTED, vocab_size)),
         TensorSpec(ARGMAX, DType.INT64, (BATCH, WANTED)),
+        TensorSpec(MARGIN, DType.FLOAT32, (BATCH, WANTED)),
         TensorSpec(HIDDEN, dtype, (BATCH, rows, hidden_size)),
         *(layer.spec(present(layer.layer, part), dtype) for layer in kv for part in Part),
     )
@@ -348,6 +352,8 @@ def mtp_layer_outputs(
     return (
         TensorSpec(LOGITS, DType.FLOAT32, (BATCH, WANTED, vocab_size)),
         TensorSpec(ARGMAX, DType.INT64, (BATCH, WANTED)),
+        TensorSpec(MARGIN, DType.FLOAT32, (BATCH, WANTED)),
+        TensorSpec(MARGIN, DType.FLOAT32, (BATCH, WANTED)),
         TensorSpec(NEXT_HIDDEN, dtype, (BATCH, ROWS, hidden_size)),
         *(layer.spec(present(layer.layer, part), dtype) for layer in kv for part in Part),
     )

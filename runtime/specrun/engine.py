@@ -161,7 +161,7 @@ class Engine:
 
     def resolve(self, options: GenerateOptions) -> GenerateOptions:
         """``options`` as they take effect on this folder. Raises UsageError."""
-        return resolve_generate(options, self.manifest)
+        return resolve_generate(options, self.manifest, fixed_width=self.options.fixed_width)
 
     def request(
         self,

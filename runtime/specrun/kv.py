@@ -69,6 +69,11 @@ class KvBuffers:
         return first
 
     @property
+    def room(self) -> int:
+        """Rows that every sequence can still take."""
+        return self.max_context - int(self.lengths.max())
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
         return sum(array.nbytes for array in self.arrays.values())

@@ -44,6 +44,12 @@ class Resources:
         assert self.options.max_context is not None, "resolved when the folder was opened"
         return self.options.max_context
 
+    @property
+    def width_noise(self) -> float | None:
+        """What the width of a block may change in the lead of a token; None: not measured."""
+        parity = self.manifest.parity
+        return None if parity is None else parity.width_noise
+
     def session(self, name: str) -> Any:
         """The session of the engine called ``name``. Raises EngineError."""
         if name not in self._sessions:
@@ -54,6 +60,7 @@ class Resources:
                 spec,
                 threads=self.options.threads,
                 device=self.options.device,
+                spin=self.options.spin,
             )
         return self._sessions[name]
 
@@ -82,6 +89,7 @@ class Lane:
             resources.session,
             max_context=resources.max_context,
             prefill_chunk=resources.options.prefill_chunk,
+            exact_width=resources.options.fixed_width,
         )
         self._drafters: dict[DraftMethod, Drafter] = {}
 
@@ -168,10 +176,13 @@ def _vocabulary_pair(resources: Resources) -> VocabularyPair:
 
 def _early_exit(lane: Lane) -> Drafter:
     from specrun.drafters.early_exit import EarlyExitDrafter
+    from specrun.exact import ExactTarget
     from specrun.split import SplitTarget
 
-    assert isinstance(lane.target, SplitTarget), "the manifest refuses early exit without parts"
-    return EarlyExitDrafter(lane.target)
+    # In exact mode what the front computes for drafts, row by row, is not used to verify them.
+    target = lane.target.target if isinstance(lane.target, ExactTarget) else lane.target
+    assert isinstance(target, SplitTarget), "the manifest refuses early exit without parts"
+    return EarlyExitDrafter(target)
 
 
 def _own_model(lane: Lane, method: DraftMethod) -> Target:

@@ -116,6 +116,7 @@ def speculate(
     cut = stopping.take([token])
     committed.append(token)
     meter.emitted += 1
+    meter.count_margins(rows.margin[0])
     meter.switch("draft")
     drafter.observe([token], rows.hidden[0])
     meter.switch(None)
@@ -123,11 +124,13 @@ def speculate(
 
     index = 0
     while cut.reason is None:
-        # The target adds a token of its own, so a proposal may fill all but one of what remains.
+        # A proposal may fill all but one of what remains, as the target adds a token of its own,
+        # and all but one of the rows that fit, as the last committed token has none yet.
         before = meter.times()
         meter.switch("draft")
         num_draft, most = schedule.num_draft, drafter.max_drafts
-        wanted = min(num_draft, stopping.remaining - 1, num_draft if most is None else most)
+        fitting = min(stopping.remaining, target.room) - 1
+        wanted = min(num_draft, fitting, num_draft if most is None else most)
         proposal = Proposal([])
         if wanted > 0:
             proposal = plan.usable(_propose(drafter, wanted, judge))
@@ -150,13 +153,14 @@ def speculate(
         # block that was cut, is dropped); [committed - 1, ...) were rejected or cut off.
         target.truncate(len(committed) - 1)
         meter.count_round(num_draft, len(drafts), accepted, cut.kept)
+        meter.count_margins(rows.margin[0, : len(emitted)])
 
         meter.switch("draft")
         drafter.truncate(stood)
         drafter.observe(list(emitted), rows.hidden[0, : len(emitted)])
         meter.switch("other")
         if wanted > 0 or num_draft == 0:
-            schedule.update(Outcome(len(drafts), accepted, most, *meter.since(before)))
+            schedule.update(Outcome(wanted, len(drafts), accepted, most, *meter.since(before)))
         if on_round is not None:
             on_round(
                 Round(

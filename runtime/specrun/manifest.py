@@ -30,7 +30,7 @@ from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError
 from specrun.options import ScheduleName
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 HASH_ALWAYS_BELOW = 64 << 20  # bytes; larger files are hashed by verify="full" only
 REEXPORT = "export the folder again with specexport"
@@ -133,17 +133,43 @@ class MtpLayerContract:
             raise ValueError(f"layer {self.layer} cannot be fed the hidden rows of {self.hidden}")
 
 
+Precision = Literal["fp32", "fp16", "int8", "w8a8", "int4"]
+
+
+@dataclass(frozen=True)
+class WeightFormats:
+    """How the weights of an engine are stored, where its precision is one of integers.
+
+    ``block_size``: columns that share a scale. ``accuracy_level``: of MatMulNBits. ``head``,
+    ``embedding``: their own precision. ``kept_float``: names of linear layers that stay floats;
+    ``kept_int8``: of those of int4 that have 8 bits.
+    ``two_terms``: of those whose activations have 8 bits twice; ``smoothing``: name -> its strength
+    (SmoothQuant's alpha); ``errors``: name -> relative error of the output on the calibration text.
+    """
+
+    block_size: int
+    accuracy_level: int
+    head: Precision
+    embedding: Precision
+    kept_float: tuple[str, ...]
+    kept_int8: tuple[str, ...]
+    two_terms: tuple[str, ...]
+    smoothing: dict[str, float]
+    errors: dict[str, float]
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """One engine: its file, how it is run and every tensor that crosses its border.
 
     ``all_hidden``: the hidden state of every row is returned, not of the wanted rows only.
+    ``step_bytes``: bytes of weights that a run of one row reads.
     """
 
     role: Role
     file: str
     backend: Literal["onnxruntime"]
-    precision: Literal["fp32", "fp16"]
+    precision: Precision
     hidden_size: int
     vocab_size: int
     kv_dtype: DType
@@ -152,6 +178,8 @@ class EngineSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     requires: Requires
+    step_bytes: int
+    weights: WeightFormats | None
     mtp: MtpContract | None = None
     mtp_layer: MtpLayerContract | None = None
     split: SplitContract | None = None
@@ -222,19 +250,47 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What the exporter compared, how, and the worst it saw; ``scope`` says what was covered."""
+    """What the exporter compared, how, and the worst it saw; ``scope`` says what was covered.
+
+    ``width_noise``: largest change of the lead of the best logit over the second when the same rows
+    are computed in blocks of another width: where the lead is smaller, the two may change places.
+    """
 
     scope: str
     tolerance: float
     worst_error: float
     worst_tensor: str
     argmax_agreement: float
+    width_noise: float
     cases: tuple[ParityCase, ...]
 
 
 @dataclass(frozen=True)
+class QualityReport:
+    """What the target lost against fp32, on a text that comes with the exporter.
+
+    ``tokens``: predicted ones. ``reference_perplexity``: of transformers in fp32.
+    ``argmax_agreement``: share of positions with the same most probable token. ``scope``: how the
+    reference was run.
+    """
+
+    text: str
+    scope: str
+    tokens: int
+    reference_perplexity: float
+    perplexity: float
+    argmax_agreement: float
+
+    @property
+    def loss(self) -> float:
+        """How much larger the perplexity is, as a share."""
+        return self.perplexity / self.reference_perplexity - 1
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Everything about an engine folder. ``drafters``: method -> what drafts by it."""
+    """Everything about an engine folder. ``drafters``: method -> what drafts by it. ``notes``: why
+    the exporter chose what it was left to choose."""
 
     format: int
     target: Source
@@ -245,6 +301,8 @@ class Manifest:
     files: tuple[FileEntry, ...]
     versions: dict[str, str]
     parity: ParityReport | None
+    quality: QualityReport | None
+    notes: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if not {TARGET_ENGINE, FRONT_ENGINE} & self.engines.keys():

@@ -18,11 +18,24 @@ def open_target(
     max_context: int,
     prefill_chunk: int = 512,
     initial_capacity: int = INITIAL_CAPACITY,
+    exact_width: int | None = None,
 ) -> Verifier:
     """The target with KV buffers of its own. ``session``: gives the session of an engine by name.
 
+    ``exact_width``: rows of every run, see :mod:`specrun.exact`; None: as many as there are.
     Lengths in tokens. Raises EngineError.
     """
+    if exact_width is not None:
+        from specrun.exact import ExactTarget
+
+        target = open_target(
+            manifest,
+            session,
+            max_context=-(-max_context // exact_width) * exact_width,  # whole blocks
+            prefill_chunk=exact_width,
+            initial_capacity=initial_capacity,
+        )
+        return ExactTarget(target, exact_width, max_context=max_context)
     lengths = {
         "max_context": max_context,
         "prefill_chunk": prefill_chunk,

@@ -25,11 +25,13 @@ METHODS: tuple[str, ...] = get_args(Method)
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 DEFAULT_NUM_ASSISTANT_TOKENS = 5  # where the manifest names none
 DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_EXACT_WIDTH = 16
 
 T = TypeVar("T", bound="EngineOptions | GenerateOptions")
 
 
 MAX_THREADS = 1024
+MAX_EXACT_WIDTH = 1024
 LARGEST = 1e30  # of an option that is a number; larger ones are a mistake
 
 
@@ -43,6 +45,10 @@ class EngineOptions:
     ``verify``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
     ``prefill_chunk``: prompt tokens per target run.
     ``tuning``: a file that ``specrun tune --out`` wrote (None: the folder's own, if it has one).
+    ``spin``: threads wait for each other without sleeping while an engine runs: faster by a few
+    percent on an idle machine, much slower on a busy one; between runs they always sleep.
+    ``exact``: greedy text and logits are bit for bit those of method plain opened the same way.
+    ``exact_width``: rows of every run of the target then; a round drafts at most one less.
     """
 
     threads: int | None = None
@@ -51,6 +57,9 @@ class EngineOptions:
     verify: Verify = "quick"
     prefill_chunk: int = 512
     tuning: str | None = None
+    spin: bool = False
+    exact: bool = False
+    exact_width: int = DEFAULT_EXACT_WIDTH
 
     def __post_init__(self) -> None:
         _at_least("threads", self.threads, 1)
@@ -62,6 +71,32 @@ class EngineOptions:
         _at_least("max_context", self.max_context, 2)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
         _one_of("verify", self.verify, get_args(Verify))
+        self._check_exact()
+
+    @property
+    def fixed_width(self) -> int | None:
+        """Rows of every run of the target; None: as many as there are to compute."""
+        return self.exact_width if self.exact else None
+
+    def _check_exact(self) -> None:
+        _truth("exact", self.exact, optional=False)
+        _truth("spin", self.spin, optional=False)
+        _at_least("exact_width", self.exact_width, 2)
+        if self.exact_width > MAX_EXACT_WIDTH:
+            raise UsageError(
+                f"exact_width: must be at most {MAX_EXACT_WIDTH}, got {self.exact_width}",
+                hint="give the most drafts of a round, and one",
+            )
+        if not self.exact and self.exact_width != DEFAULT_EXACT_WIDTH:
+            raise UsageError(
+                f"exact_width: has no effect without exact, got {self.exact_width}",
+                hint="give exact too, or leave exact_width out",
+            )
+        if self.exact and self.tuning is not None:
+            raise UsageError(
+                f"tuning: costs are measured without exact, got {self.tuning!r} together with it",
+                hint="leave one of the two out; the schedule auto learns the costs in exact mode",
+            )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -29,30 +30,40 @@ TYPES = {
     "tensor(int64)": DType.INT64,
     "tensor(int32)": DType.INT32,
 }
+# A worker that waits for its next share spins this long before it sleeps: about as fast as spinning
+# all the time, and with another busy process on the same cores as fast as not spinning at all.
+SPIN_MICROSECONDS = 50
 MAX_PREPARED_RUNS = 64  # block widths kept ready per engine
 
 R = TypeVar("R")
 
 
 def open_session(
-    path: Path, engine: EngineSpec, *, threads: int, device: str = "cpu", mapped: bool = False
+    path: Path,
+    engine: EngineSpec,
+    *,
+    threads: int,
+    device: str = "cpu",
+    mapped: bool = False,
+    spin: bool = False,
 ) -> Any:
     """Open an engine and check that its inputs and outputs are those of the manifest.
 
     ``mapped``: run on the weights as they are mapped from the file, without ONNX Runtime's own
-    reordered copy of them: slower, in little memory.
+    reordered copy of them: slower, in little memory. ``spin``: threads wait for work without
+    sleeping while a run lasts; between runs they always sleep.
     Raises EngineError: the device or the onnxruntime is not there, the file does not load, or
     its tensors are others than declared.
     """
     provider = _provider(device)
     _check_version(path.name, engine.requires.onnxruntime)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # Spinning threads take the CPU from whatever else runs: with another busy process on the
-    # same two cores a step took twice as long with spinning as without.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if engine.precision == "w8a8" and device == "cpu" and lacks_integer_products():
+        raise EngineError(
+            f"{path.name}: w8a8 needs 8-bit products of the processor that do not overflow"
+            " (VNNI), this one has none",
+            hint="export with --precision int8 for this machine",
+        )
+    options = _session_options(threads, spin=spin)
     if mapped:
         options.add_session_config_entry("session.disable_prepacking", "1")
     try:
@@ -64,6 +75,42 @@ def open_session(
         raise EngineError(f"{path}: runs on {used} instead of {provider}", hint="use --device cpu")
     check_io(session, engine, path.name)
     return session
+
+
+def session_of_bytes(model: bytes, *, threads: int) -> Any:
+    """A session on the CPU of a model that is no engine, with the settings of engines."""
+    return onnxruntime.InferenceSession(
+        model, _session_options(threads, spin=False), providers=[PROVIDERS["cpu"]]
+    )
+
+
+def _session_options(threads: int, *, spin: bool) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Sessions of a folder never run at the same time. Each has workers of its own, which sleep
+    # between its runs, so that no more than ``threads`` are ever busy.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if not spin:
+        options.add_session_config_entry(
+            "session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS)
+        )
+    return options
+
+
+def lacks_integer_products() -> bool:
+    """Whether this is a processor whose 8-bit products overflow: x86 without VNNI.
+
+    Without them ONNX Runtime adds pairs of products in 16 bits (vpmaddubsw), which saturates.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return not re.search(r"\b(avx512_?vnni|avx_vnni|avxvnni|amx_int8)\b", flags)
 
 
 def _provider(device: str) -> str:

@@ -71,6 +71,7 @@ class Request:
             "custom" if self.drafter is not None else options.method,
             lane.resources.provider(),
             lossy=options.ensemble_weight < 1,
+            exact_width=lane.resources.options.fixed_width,
         )
         asked = options.logprobs is not None
         new = committed[prompt_length:]
@@ -86,6 +87,8 @@ class Request:
         )
         vocab_size = resources.manifest.target_engine.vocab_size
         sampler = self._sampler(len(progress.committed), vocab_size)
+        if not sampler.needs_logits and resources.options.fixed_width is None:
+            meter.tie_below = resources.width_noise
         judge = Judge(sampler, ensemble_weight=options.ensemble_weight, logprobs=options.logprobs)
         schedule = self.make_schedule(options, len(progress.committed) + most // 2)
         plan = DraftPlan(schedule, resources.manifest.tokenizer.vocab_size, frozenset(eos))

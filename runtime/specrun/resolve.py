@@ -82,18 +82,23 @@ def resolve_engine(options: EngineOptions, manifest: Manifest) -> EngineOptions:
     )
 
 
-def resolve_generate(options: GenerateOptions, manifest: Manifest) -> GenerateOptions:
-    """``options`` with everything decided that was left open. Raises UsageError."""
+def resolve_generate(
+    options: GenerateOptions, manifest: Manifest, *, fixed_width: int | None = None
+) -> GenerateOptions:
+    """``options`` with everything decided that was left open. Raises UsageError.
+
+    ``fixed_width``: rows of every run of a target in exact mode.
+    """
     method = _method(options, manifest)
     eos = options.eos_token_ids
     resolved = dataclasses.replace(
         options,
         method=method,
         eos_token_ids=manifest.generation.eos_token_ids if eos is None else eos,
-        **_drafting(options, method, manifest),
+        **_drafting(options, method, manifest, fixed_width),
         **_sampling(options, manifest.generation.defaults),
     )
-    _check_ensemble(resolved)
+    _check_ensemble(resolved, fixed_width)
     _check_no_effect(options, resolved)
     _check_ids(resolved, manifest.target_engine.vocab_size, manifest.tokenizer.vocab_size)
     return resolved
@@ -122,7 +127,9 @@ def _method(options: GenerateOptions, manifest: Manifest) -> Any:
     return method
 
 
-def _drafting(options: GenerateOptions, method: str, manifest: Manifest) -> dict[str, Any]:
+def _drafting(
+    options: GenerateOptions, method: str, manifest: Manifest, fixed_width: int | None
+) -> dict[str, Any]:
     drafter = manifest.drafters.get(cast(DraftMethod, method))
     num_draft = options.num_assistant_tokens
     schedule = options.num_assistant_tokens_schedule
@@ -130,6 +137,14 @@ def _drafting(options: GenerateOptions, method: str, manifest: Manifest) -> dict
         num_draft = 0
     elif num_draft is None:
         num_draft = drafter.num_assistant_tokens if drafter else DEFAULT_NUM_ASSISTANT_TOKENS
+        if fixed_width is not None:
+            num_draft = min(num_draft, fixed_width - 1)
+    if fixed_width is not None and num_draft >= fixed_width:
+        raise UsageError(
+            f"num_assistant_tokens: in exact mode at most {fixed_width - 1} fit into a run of"
+            f" {fixed_width} rows, got {num_draft}",
+            hint=f"give {fixed_width - 1} or less, or open the folder with a larger exact_width",
+        )
     if drafter is not None:
         most = drafter.max_num_draft
         if most is not None and num_draft > most:
@@ -174,9 +189,15 @@ def _does_sample(options: GenerateOptions, defaults: Mapping[str, Any]) -> bool:
     return bool(defaults.get("do_sample", False)) and defaults.get("temperature", 1.0) != 0
 
 
-def _check_ensemble(options: GenerateOptions) -> None:
+def _check_ensemble(options: GenerateOptions, fixed_width: int | None) -> None:
     if options.ensemble_weight == 1:
         return
+    if fixed_width is not None:
+        raise UsageError(
+            "ensemble_weight: below 1 the text is not the target's own, which exact mode"
+            f" guarantees (got {options.ensemble_weight:g})",
+            hint="leave ensemble_weight out, or open the folder without exact",
+        )
     if options.num_assistant_tokens == 0:
         raise UsageError(
             f"ensemble_weight: {NEEDS_Q}, and nothing is drafted (got {options.ensemble_weight:g})",

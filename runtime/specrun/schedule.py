@@ -46,27 +46,32 @@ def make_schedule(
 ) -> Schedule:
     """The schedule called ``name``, for one generation.
 
-    ``num_draft``: where it starts, 0: nothing is ever drafted. ``auto`` uses the rest: ``costs`` as
-    measured on this device, or those that earlier generations have learned, which it goes on to
-    learn (None: it learns its own); ``most``: tokens that the drafter can draft, None: any number.
+    ``num_draft``: where it starts, 0: nothing is ever drafted. ``most``: that can be drafted, None:
+    any number. ``costs``, for ``auto``: as measured on this device, or those that earlier
+    generations have learned, which it goes on to learn (None: it learns its own).
     """
     if name == "auto" and num_draft > 0:
         return AutoSchedule(costs or LearnedCosts(), start=num_draft, most=most)
-    return _ByRule("constant" if num_draft == 0 else name, num_draft)
+    return _ByRule("constant" if num_draft == 0 else name, num_draft, most)
 
 
 class _ByRule:
     """A number that :func:`next_num_draft` changes."""
 
-    def __init__(self, name: ScheduleName, num_draft: int) -> None:
+    def __init__(self, name: ScheduleName, num_draft: int, most: int | None) -> None:
         self.name: ScheduleName = name
         self.num_draft = num_draft
+        self._most = most
 
     def update(self, outcome: Outcome) -> None:
         """See :class:`Schedule`; the times do not matter."""
-        drafted, accepted, most = outcome[:3]
+        limits = [most for most in (self._most, outcome.most) if most is not None]
         self.num_draft = next_num_draft(
-            self.name, self.num_draft, drafted=drafted, accepted=accepted, most=most
+            self.name,
+            self.num_draft,
+            drafted=outcome.drafted,
+            accepted=outcome.accepted,
+            most=min(limits, default=None),
         )
 
 

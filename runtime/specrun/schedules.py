@@ -48,25 +48,30 @@ class Schedules:
         """
         name = options.num_assistant_tokens_schedule or "constant"
         start = options.num_assistant_tokens or 0
+        most = self._most(None if custom else options.method)
         if name == "auto":
-            if custom:
-                return make_schedule(name, start)
-            drafter = self._manifest.drafters.get(cast(DraftMethod, options.method))
-            return make_schedule(
-                name,
-                start,
-                costs=self._costs(options.method, context_length),
-                most=drafter.max_num_draft if drafter is not None else None,
-            )
+            costs = None if custom else self._costs(options.method, context_length)
+            return make_schedule(name, start, costs=costs, most=most)
+        made = make_schedule(name, start, most=most)
         if name != "heuristic" or custom:
-            return make_schedule(name, start)
-        return self._kept.setdefault((options.method, start), make_schedule(name, start))
+            return made
+        return self._kept.setdefault((options.method, start), made)
 
     @property
     def not_tuned(self) -> str | None:
         """Why ``auto`` learns its costs instead of reading them; None where it need not."""
         entry = self._entry()
         return entry if isinstance(entry, str) else None
+
+    def _most(self, method: str | None) -> int | None:
+        """Drafts that a round of ``method`` can have; None: any number."""
+        drafter = self._manifest.drafters.get(cast(DraftMethod, method))
+        width = self._options.fixed_width
+        limits = (
+            None if drafter is None else drafter.max_num_draft,
+            None if width is None else width - 1,
+        )
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _costs(self, method: str, context_length: int) -> StepCosts | LearnedCosts:
         entry = self._entry()
@@ -79,6 +84,8 @@ class Schedules:
         return self._found
 
     def _find(self) -> Entry | str:
+        if self._options.exact:
+            return "in exact mode they are learned: specrun tune measures without it"
         if not self._required and not self._path.exists():
             return f"{self._path} is not there: run specrun tune"
         assert self._options.threads is not None, "resolved when the folder was opened"

@@ -28,6 +28,7 @@ from specrun.contract import (
     HIDDEN,
     LAST_ROWS,
     LOGITS,
+    MARGIN,
     PAST_LENGTH,
     PER_LAYER,
     TOKENS,
@@ -85,6 +86,11 @@ class SplitTarget:
     def length(self) -> int:
         """Tokens in the KV buffers of all layers."""
         return self.kv.length
+
+    @property
+    def room(self) -> int:
+        """Rows that the next ``verify`` can take."""
+        return self.kv.room
 
     @property
     def front_length(self) -> int:
@@ -147,7 +153,7 @@ class SplitTarget:
         Returns how many of them fit, which is fewer at the end of the context.
         """
         self._ahead.clear()
-        fitting = min(rows, self.kv.max_context - self.kv.length)
+        fitting = min(rows, self.room)
         self._reserve(fitting, fitting)
         return fitting
 
@@ -234,7 +240,8 @@ class SplitTarget:
         key = (int(name == LAST_ROWS), start, stop, first_row, int(want_logits))
         run = self._runs_head.get(self._version, *key)
         run.run()
-        return Rows(run.outputs[ARGMAX], run.outputs[HIDDEN], run.outputs.get(LOGITS))
+        outputs = run.outputs
+        return Rows(outputs[ARGMAX], outputs[HIDDEN], outputs.get(LOGITS), outputs[MARGIN])
 
     def _prepare_front(self, start: int, count: int, first_row: int) -> PreparedRun:
         stage, stop = self._front, start + count
@@ -263,7 +270,7 @@ class SplitTarget:
         stage = self._head
         rows = self._rows.view(LAST_ROWS if last else EXIT_ROWS, start, stop)
         inputs = {HEAD_ROWS: rows, **stage.first_row(first_row - start)}
-        names = (ARGMAX, HIDDEN, LOGITS) if want_logits else (ARGMAX, HIDDEN)
+        names = (ARGMAX, MARGIN, HIDDEN, *((LOGITS,) if want_logits else ()))
         return stage.prepare(
             inputs, stage.arrays(names, rows=stop - start, wanted=stop - first_row)
         )

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specrun.decode import encode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Mode = Literal["speculative", "plain", "fallback"]
 Phase = Literal["prefill", "draft", "verify", "other"]
@@ -29,6 +33,11 @@ class Stats:
     the text was finished without it. ``target_steps``: verification runs of the target, one per
     round; prefill is apart. ``*_by_position[i]``: of the drafts at place i of a proposal.
     ``lossy``: verified against a mix of target and drafter, so the text is not the target's own.
+    ``near_ties``: emitted tokens that led the second most probable one by less than what the width
+    of a block may change (the manifest's ``width_noise``): there the text may be another one than
+    that of method plain. None where that is not so or not known: in exact mode, when sampling, with
+    processors, and in folders that were not compared with transformers.
+    ``exact_width``: rows of every run of the target in exact mode, None without.
     """
 
     method: str
@@ -48,12 +57,19 @@ class Stats:
     seconds: dict[str, float]
     provider: str
     lossy: bool = False
+    exact_width: int | None = None
+    near_ties: int | None = None
 
     def __post_init__(self) -> None:
         if self.accepted + self.rejected != self.drafted:
             raise ValueError(f"accepted + rejected must be drafted: {self}")
         if self.emitted and self.emitted != self.accepted + self.rounds + 1:
             raise ValueError(f"emitted must be accepted + rounds + 1: {self}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether it ran in exact mode."""
+        return self.exact_width is not None
 
     @property
     def acceptance(self) -> float:
@@ -80,6 +96,7 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """All fields and what follows from them, as plain JSON values."""
         derived = (
+            "exact",
             "acceptance",
             "acceptance_by_position",
             "tokens_per_target_step",
@@ -90,12 +107,17 @@ class Stats:
 
 @dataclass
 class Meter:
-    """Counts and times while a generation runs. One phase at a time; None: not ours (paused)."""
+    """Counts and times while a generation runs. One phase at a time; None: not ours (paused).
+
+    ``tie_below``: a lead smaller than this counts as a near tie; None: they are not counted.
+    """
 
     mode: Mode = "plain"
     prompt_tokens: int = 0
     emitted: int = 0
     discarded: int = 0
+    tie_below: float | None = None
+    near_ties: int = 0
     num_draft_by_round: list[int] = field(default_factory=list)
     drafted_by_round: list[int] = field(default_factory=list)
     accepted_by_round: list[int] = field(default_factory=list)
@@ -135,7 +157,14 @@ class Meter:
         self.drafted_by_round.append(drafted)
         self.accepted_by_round.append(accepted)
 
-    def freeze(self, method: str, provider: str, *, lossy: bool = False) -> Stats:
+    def count_margins(self, margins: NDArray[np.float32]) -> None:
+        """By how much each emitted token led the second most probable one, float32 ``[n]``."""
+        if self.tie_below is not None:
+            self.near_ties += sum(margin < self.tie_below for margin in margins.tolist())
+
+    def freeze(
+        self, method: str, provider: str, *, lossy: bool = False, exact_width: int | None = None
+    ) -> Stats:
         """The statistics of what was counted so far."""
         drafted, accepted = sum(self.drafted_by_round), sum(self.accepted_by_round)
         places = range(max(self.drafted_by_round, default=0))
@@ -157,4 +186,6 @@ class Meter:
             seconds=dict(self.seconds),
             provider=provider,
             lossy=lossy,
+            exact_width=exact_width,
+            near_ties=None if self.tie_below is None else self.near_ties,
         )

@@ -13,6 +13,7 @@ from specrun.contract import (
     FIRST_ROW,
     HIDDEN,
     LOGITS,
+    MARGIN,
     PAST_LENGTH,
     TOKENS,
     Part,
@@ -28,13 +29,15 @@ from specrun.ort import TYPES, PreparedRun, RunCache, zeros
 class Rows(NamedTuple):
     """What the target says at the wanted rows; views that the next run overwrites.
 
-    ``argmax`` int64 ``[batch, wanted]``; ``hidden`` ``[batch, wanted, hidden size]`` in the KV
+    ``argmax`` int64 ``[batch, wanted]``; ``margin`` float32 ``[batch, wanted]``: its logit less the
+    second largest; ``hidden`` ``[batch, wanted, hidden size]`` in the KV
     dtype; ``logits`` float32 ``[batch, wanted, vocabulary]`` where asked for.
     """
 
     argmax: NDArray[np.int64]
     hidden: NDArray[Any]
     logits: NDArray[np.float32] | None
+    margin: NDArray[np.float32]
 
 
 # Position of the first row, and hidden states [rows, hidden size]: a view, valid in the call only.
@@ -54,6 +57,11 @@ class Verifier(Protocol):
         """Tokens in the KV buffers."""
         ...
 
+    @property
+    def room(self) -> int:
+        """Rows that the next ``verify`` can take."""
+        ...
+
     def prefill(
         self,
         tokens: NDArray[np.int64],
@@ -68,7 +76,10 @@ class Verifier(Protocol):
         ...
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
-        """Feed ``tokens`` ``[1, rows]``; returns every row. Raises ContextFull, EngineError."""
+        """Feed ``tokens`` ``[1, rows]``, at most ``room``; returns every row.
+
+        Raises ContextFull, EngineError.
+        """
         ...
 
     def truncate(self, length: int) -> None:
@@ -156,6 +167,11 @@ class Target:
         """Tokens in the KV buffers."""
         return self.kv.length
 
+    @property
+    def room(self) -> int:
+        """Rows that the next ``verify`` can take."""
+        return self.kv.room
+
     def prefill(
         self,
         tokens: NDArray[np.int64],
@@ -212,10 +228,11 @@ class Target:
         if on_rows is not None:
             on_rows(int(self.kv.lengths[0]) - rows, hidden[0])
         wanted = hidden[:, first_row:] if self.engine.all_hidden else hidden
-        return Rows(run.outputs[ARGMAX], wanted, run.outputs.get(LOGITS))
+        outputs = run.outputs
+        return Rows(outputs[ARGMAX], wanted, outputs.get(LOGITS), outputs[MARGIN])
 
     def _prepare(self, rows: int, first_row: int, want_logits: int) -> PreparedRun:
         on_kv = self._on_kv
         inputs = on_kv.arrays((TOKENS, PAST_LENGTH), rows=rows) | on_kv.first_row(first_row)
-        names = (ARGMAX, HIDDEN, LOGITS) if want_logits else (ARGMAX, HIDDEN)
+        names = (ARGMAX, MARGIN, HIDDEN, *((LOGITS,) if want_logits else ()))
         return on_kv.prepare(inputs, on_kv.arrays(names, rows=rows, wanted=rows - first_row))

@@ -68,10 +68,14 @@ def tune(
     """Measure the engines in ``folder`` and write the tuning file; returns both.
 
     ``out``: the file, in place of the one beside the manifest. Raises FolderError, EngineError, and
-    UsageError for a context too small to draft in.
+    UsageError for exact mode, and for a context too small to draft in.
     """
     manifest = manifests.read(folder, verify="quick")
     resolved = resolve_engine(options or EngineOptions(), manifest)
+    if resolved.exact:
+        raise UsageError(
+            "exact: costs are measured without it", hint="leave it out; auto learns costs there"
+        )
     tokenizer = Tokenizer(folder / manifest.tokenizer.file)
     path = out or folder / TUNING
     check_writable(path)

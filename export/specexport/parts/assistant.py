@@ -96,11 +96,11 @@ class Assistant:
         from specgraphs.assistant import trace_assistant
         from specgraphs.trace import build_fake
 
-        fake = build_fake(*self.source.class_and_config(), settings.precision, mode=target.mode)
+        fake = build_fake(*self.source.class_and_config(), settings.dtype, mode=target.mode)
         graph = trace_assistant(
             fake,
             target,
-            settings.precision,
+            settings.dtype,
             max_context=settings.max_context,
             tokenizer_size=self._tokenizer_size,
         )

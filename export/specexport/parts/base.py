@@ -17,13 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.weights import Weights
-from specrun.contract import DType, KvLayer, Role
+from specgraphs import formats
+from specrun.contract import (
+    BACK_ENGINE,
+    FRONT_ENGINE,
+    HEAD_ENGINE,
+    TARGET_ENGINE,
+    DType,
+    KvLayer,
+    Role,
+)
 from specrun.manifest import (
     DrafterSpec,
     DraftMethod,
     EngineSpec,
     Manifest,
     ParityCase,
+    Precision,
     Requires,
     expected_io,
 )
@@ -33,9 +43,11 @@ if TYPE_CHECKING:
     from specgraphs.trace import FakeModel
     from specrun.target import Verifier
 
-Precision = Literal["fp32", "fp16"]
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
 KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
+
+
+TARGET_ENGINES = (TARGET_ENGINE, FRONT_ENGINE, BACK_ENGINE, HEAD_ENGINE)
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,18 @@ class Settings:
     """What holds for every part of one export. ``max_context`` and ``num_draft`` in tokens."""
 
     precision: Precision
+    drafter_precision: Precision
     max_context: int
     num_draft: int
+
+    @property
+    def dtype(self) -> Literal["fp32", "fp16"]:
+        """Of activations and KV, for all engines of the folder."""
+        return formats.activations(self.precision)
+
+    def of_engine(self, name: str) -> Precision:
+        """The precision of the engine called ``name``."""
+        return self.precision if name in TARGET_ENGINES else self.drafter_precision
 
 
 @dataclass(frozen=True)
@@ -185,15 +207,17 @@ def engine_spec(
         role=role,
         file=file_name(name),
         backend="onnxruntime",
-        precision=settings.precision,
+        precision=settings.of_engine(name),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        kv_dtype=KV_DTYPE[settings.precision],
+        kv_dtype=KV_DTYPE[settings.dtype],
         kv=kv,
         all_hidden=all_hidden,
         inputs=(),
         outputs=(),
         requires=Requires(MIN_ONNXRUNTIME, ops.OPSET, ops.IR_VERSION),
+        step_bytes=0,
+        weights=None,
         **contract,
     )
     inputs, outputs = expected_io(spec)

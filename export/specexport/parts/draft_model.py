@@ -118,10 +118,10 @@ class DraftModel:
         from specgraphs.target import trace_target
         from specgraphs.trace import build_fake
 
-        fake = build_fake(*self.source.class_and_config(), settings.precision)
+        fake = build_fake(*self.source.class_and_config(), settings.dtype)
         graph = trace_target(
             fake,
-            settings.precision,
+            settings.dtype,
             max_context=self._max_context(settings),
             origin=self._origin,
         )

@@ -56,7 +56,7 @@ class TargetInParts:
 
         return trace_split(
             fake,
-            settings.precision,
+            settings.dtype,
             early_exit=self.early_exit,
             max_context=settings.max_context,
         )

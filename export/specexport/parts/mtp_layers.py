@@ -99,10 +99,10 @@ class MtpLayers:
         """See :class:`DrafterPart`."""
         from specgraphs.mtp_layers import build_mtp, trace_mtp_layer
 
-        mtp = build_mtp(target, settings.precision)
+        mtp = build_mtp(target, settings.dtype)
         return {
             mtp_layer_engine(layer): trace_mtp_layer(
-                mtp, target, layer, settings.precision, max_context=settings.max_context
+                mtp, target, layer, settings.dtype, max_context=settings.max_context
             )
             for layer in range(len(self._plan().kv))
         }

@@ -29,7 +29,7 @@ class WholeTarget:
         """See :class:`TargetPart`."""
         from specgraphs.target import trace_target
 
-        graph = trace_target(fake, settings.precision, max_context=settings.max_context)
+        graph = trace_target(fake, settings.dtype, max_context=settings.max_context)
         return {TARGET_ENGINE: graph}
 
     def specs(self, settings: Settings) -> dict[str, EngineSpec]:

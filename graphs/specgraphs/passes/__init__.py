@@ -10,9 +10,12 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer
 
+from specgraphs.passes.argmax import ArgmaxInBlocks
+from specgraphs.passes.fused_norms import FuseResidualNorms
 from specgraphs.passes.latent_attention import ExpandLatentAttention
 from specgraphs.passes.linear import FuseTransposedWeights
 from specgraphs.passes.reshapes import DropShapePairs, StaticReshapes
+from specgraphs.passes.silu import FuseSilu
 from specgraphs.passes.wanted_rows import WantedRowsFromFirstRow
 
 
@@ -21,13 +24,17 @@ def simplify(model: ir.Model) -> None:
 
     Requires: initializers of parameters hold no values (they must not be folded).
     Ensures: reshapes with constant targets, no reshape or transpose pairs, linear layers that
-    read their weight as the checkpoint stores it, no unused or repeated nodes.
+    read their weight as the checkpoint stores it, SiLU and residual norms in one node, the best
+    token found in blocks, no unused or repeated nodes.
     """
     ExpandLatentAttention()(model)
     optimizer.fold_constants(model)
     StaticReshapes()(model)
     DropShapePairs()(model)
     FuseTransposedWeights()(model)
+    FuseSilu()(model)
+    FuseResidualNorms()(model)
+    ArgmaxInBlocks()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     with _only_errors("onnx_ir"):  # it warns of every parameter, as none has a value yet
         common.DeduplicateInitializersPass()(model)
@@ -48,8 +55,11 @@ def _only_errors(name: str) -> Iterator[None]:
 
 
 __all__ = [
+    "ArgmaxInBlocks",
     "DropShapePairs",
     "ExpandLatentAttention",
+    "FuseResidualNorms",
+    "FuseSilu",
     "FuseTransposedWeights",
     "StaticReshapes",
     "WantedRowsFromFirstRow",

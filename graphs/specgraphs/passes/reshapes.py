@@ -22,7 +22,7 @@ class StaticReshapes(InPlacePass):
             if node.op_type != "Reshape" or node.domain != "":
                 continue
             source, target = node.inputs
-            goal = _target(_dims(source), _dims(node.outputs[0]))
+            goal = _target(known_dims(source), known_dims(node.outputs[0]))
             if goal is None or target is None or target.const_value is not None:
                 continue
             _retarget(model.graph, node, goal)
@@ -54,14 +54,14 @@ class DropShapePairs(InPlacePass):
         while source is not None and (before := source.producer()) is not None:
             if before.op_type != "Reshape" or before.domain != "":
                 break
-            goal = _target(_dims(before.inputs[0]), _dims(node.outputs[0]))
+            goal = _target(known_dims(before.inputs[0]), known_dims(node.outputs[0]))
             if goal is None:
                 break
             node.replace_input_with(0, before.inputs[0])
             _retarget(graph, node, goal)
             source, modified = before.inputs[0], True
-        same = _dims(node.outputs[0])
-        if same is not None and source is not None and _dims(source) == same:
+        same = known_dims(node.outputs[0])
+        if same is not None and source is not None and known_dims(source) == same:
             return _bypass(node, source) or modified
         return modified
 
@@ -94,7 +94,7 @@ def _bypass(node: ir.Node, source: ir.Value) -> bool:
     return True
 
 
-def _dims(value: ir.Value | None) -> list[int | str] | None:
+def known_dims(value: ir.Value | None) -> list[int | str] | None:
     """Sizes as numbers and names; None where the shape or one size is not known."""
     if value is None or value.shape is None:
         return None

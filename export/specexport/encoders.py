@@ -1,0 +1,136 @@
+"""Floats to integers with scales, in pieces of whole rows: what the recipes of a graph ask for.
+
+Plain functions of arrays; :mod:`specexport.made` streams a checkpoint through them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+SHRINKS = 8  # candidates for the range of a block, from the whole of it down to LEAST_RANGE
+LEAST_RANGE = 0.72
+QMAX = 127.0
+
+
+class BlockParts(NamedTuple):
+    """See :class:`specgraphs.recipes.Blocks`; ``zeros`` is None in 8 bits."""
+
+    values: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.uint8] | None
+
+
+class ColumnParts(NamedTuple):
+    """See :class:`specgraphs.recipes.Columns`; ``values`` int8 ``[rows, columns]``, not transposed
+    yet."""
+
+    values: NDArray[np.int8]
+    scales: NDArray[np.float32]
+
+
+def blocks(
+    weight: NDArray[Any],
+    bits: int,
+    size: int,
+    importance: NDArray[np.float32] | None = None,
+) -> BlockParts:
+    """Encode float ``weight`` ``[rows, columns]`` in blocks of ``size`` columns.
+
+    8 bits: symmetric, rounded to nearest. 4 bits: asymmetric; of several ranges per block the one
+    with the least squared error, its scale refitted to the integers (as llama.cpp's k-quants do,
+    ggml-quants.c, make_qkx2_quants). ``importance``: float32 ``[columns]``, weight of a column's
+    squared error, the mean square of what it is multiplied with. Columns that fill the last block
+    are zero.
+    """
+    rows, columns = weight.shape
+    count = -(-columns // size)
+    padded = _padded(torch.from_numpy(np.asarray(weight, dtype=np.float32)), count * size)
+    blocked = padded.view(rows, count, size)
+    if bits == 8:
+        scale = blocked.abs().amax(-1, keepdim=True) / QMAX
+        q = _divided(blocked, scale).round_().add_(128)
+        return BlockParts(q.to(torch.uint8).numpy(), _array(scale[..., 0]), None)
+    weights = None
+    if importance is not None:
+        mean = torch.from_numpy(importance)
+        weights = _padded(mean[None], count * size, 0.0).view(1, count, size)
+    scale, zero, q = _search(blocked, weights, (1 << bits) - 1)
+    return BlockParts(
+        _pack(q.to(torch.uint8).numpy()), _array(scale), _pack(zero.to(torch.uint8).numpy())
+    )
+
+
+def decoded_blocks(parts: BlockParts, bits: int, columns: int) -> NDArray[np.float32]:
+    """What :func:`blocks` stands for, float32 ``[rows, columns]``."""
+    rows, count = parts.scales.shape
+    values = _unpack(parts.values) if bits == 4 else parts.values
+    zeros: Any = 128.0
+    if parts.zeros is not None:
+        zeros = _unpack(parts.zeros)[:, :count, None].astype(np.float32)
+    whole = (values.astype(np.float32) - zeros) * parts.scales[..., None]
+    return np.ascontiguousarray(whole.reshape(rows, -1)[:, :columns])
+
+
+def columns(weight: NDArray[Any], smoothing: NDArray[np.float32] | None) -> ColumnParts:
+    """Encode float ``weight`` ``[rows, columns]`` with one scale per row, symmetric."""
+    value = torch.from_numpy(np.asarray(weight, dtype=np.float32))
+    if smoothing is not None:
+        value = value * torch.from_numpy(smoothing)
+    scale = value.abs().amax(1, keepdim=True) / QMAX
+    q = _divided(value, scale).round_()
+    return ColumnParts(q.to(torch.int8).numpy(), _array(scale[:, 0]))
+
+
+def _search(
+    blocked: torch.Tensor, weights: torch.Tensor | None, levels: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale, zero point ``[rows, blocks]`` and integers ``[rows, blocks, size]`` of least error."""
+    low = blocked.amin(-1, keepdim=True).clamp(max=0)
+    high = blocked.amax(-1, keepdim=True).clamp(min=0)
+    best: list[torch.Tensor] | None = None
+    for share in np.linspace(1.0, LEAST_RANGE, SHRINKS):
+        scale = (high - low) * (float(share) / levels)
+        zero = _divided(-low * float(share), scale).round_().clamp_(0, levels)
+        q = _divided(blocked, scale).add_(zero).round_().clamp_(0, levels)
+        shifted = q - zero
+        weighted = shifted if weights is None else shifted * weights
+        square = (weighted * shifted).sum(-1, keepdim=True)
+        scale = torch.where(square > 0, (weighted * blocked).sum(-1, keepdim=True) / square, scale)
+        off = blocked - shifted * scale
+        error = (off * off if weights is None else off * off * weights).sum(-1, keepdim=True)
+        if best is None:
+            best = [error, scale, zero, q]
+            continue
+        better = error < best[0]
+        for index, value in enumerate((error, scale, zero, q)):
+            best[index] = torch.where(better, value, best[index])
+    assert best is not None
+    return best[1][..., 0], best[2][..., 0], best[3]
+
+
+def _padded(value: torch.Tensor, columns: int, fill: float = 0.0) -> torch.Tensor:
+    return torch.nn.functional.pad(value, (0, columns - value.shape[-1]), value=fill)
+
+
+def _divided(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``value / scale``, zero where the scale is."""
+    return value / torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _array(value: torch.Tensor) -> NDArray[np.float32]:
+    return np.ascontiguousarray(value.numpy())
+
+
+def _pack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two 4-bit values to a byte along the last axis, the first in the low half."""
+    if values.shape[-1] % 2:
+        values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
+    return np.ascontiguousarray(values[..., 0::2] | (values[..., 1::2] << 4))
+
+
+def _unpack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)

@@ -1,0 +1,117 @@
+"""Writes what a recipe makes: streams the checkpoint through an encoder into the data file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexport import encoders
+from specexport.datafile import CHUNK_BYTES, DataFile, Range
+from specexport.weights import Weights
+from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
+
+Importance = Mapping[WeightRef, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Checkpoints by origin, and what calibration says of their columns."""
+
+    weights: Mapping[str, Weights]
+    importance: Importance = field(default_factory=dict)
+
+    def canonical(self, ref: WeightRef) -> WeightRef:
+        """Under which name the bytes of a tied tensor stand."""
+        return WeightRef(ref.origin, self.weights[ref.origin].canonical(ref.name))
+
+    def shape(self, ref: WeightRef) -> tuple[int, ...]:
+        """Of the tensor in the checkpoint."""
+        return self.weights[ref.origin].shape(ref.name)
+
+    def rows(self, ref: WeightRef) -> Iterator[NDArray[Any]]:
+        """The tensor as a matrix, in pieces of whole rows."""
+        for chunk in self.weights[ref.origin].chunks(ref.name, CHUNK_BYTES):
+            yield chunk.reshape(-1, chunk.shape[-1])
+
+
+def key(made: Made, sources: Sources) -> tuple[str, str]:
+    """What tells the bytes of a part from others in the data file."""
+    recipe = made.recipe
+    names = "+".join(f"{r.origin}:{r.name}" for r in map(sources.canonical, recipe.sources))
+    detail = f"{recipe.bits}/{recipe.size}" if isinstance(recipe, Blocks) else ""
+    return (f"{type(recipe).__name__}{detail}.{made.part}", names)
+
+
+def write(made: Made, dtype: np.dtype[Any], data: DataFile, sources: Sources) -> Range:
+    """The place of a part in ``data``; all parts of its recipe are written with the first."""
+    wanted = (*key(made, sources), dtype.name)
+    if wanted not in data.ranges:
+        recipe = made.recipe
+        if isinstance(recipe, Stacked):
+            _write_stacked(recipe, wanted[:2], dtype, data, sources)
+        elif isinstance(recipe, Blocks):
+            _write_blocks(recipe, data, sources)
+        else:
+            _write_columns(recipe, data, sources)
+    return data.ranges[wanted]
+
+
+def _write_stacked(
+    recipe: Stacked,
+    name: tuple[str, str],
+    dtype: np.dtype[Any],
+    data: DataFile,
+    sources: Sources,
+) -> None:
+    length = sum(math.prod(sources.shape(ref)) for ref in recipe.sources) * dtype.itemsize
+    data.add(name, dtype, length, (c for ref in recipe.sources for c in sources.rows(ref)))
+
+
+def _write_blocks(recipe: Blocks, data: DataFile, sources: Sources) -> None:
+    rows, columns = _matrix(recipe, sources)
+    count = -(-columns // recipe.size)
+    parts = {
+        "values": ("uint8", count * recipe.size * recipe.bits // 8),
+        "scales": ("float32", count * 4),
+    }
+    if recipe.bits == 4:
+        parts["zeros"] = ("uint8", -(-count * recipe.bits // 8))
+    places = {
+        part: data.reserve((*key(Made(recipe, part), sources), dtype), rows * width)  # type: ignore[arg-type]
+        for part, (dtype, width) in parts.items()
+    }
+    row = 0
+    for ref in recipe.sources:
+        importance = sources.importance.get(sources.canonical(ref))
+        for chunk in sources.rows(ref):
+            encoded = encoders.blocks(chunk, recipe.bits, recipe.size, importance)
+            for part, (_, width) in parts.items():
+                data.fill(places[part], row * width, getattr(encoded, part))
+            row += len(chunk)
+
+
+def _write_columns(recipe: Columns, data: DataFile, sources: Sources) -> None:
+    rows, columns = _matrix(recipe, sources)
+    values = data.reserve((*key(Made(recipe, "values"), sources), "int8"), rows * columns)
+    scales = data.reserve((*key(Made(recipe, "scales"), sources), "float32"), rows * 4)
+    row = 0
+    with data.mapped(values, np.dtype(np.int8), (columns, rows)) as transposed:
+        for ref in recipe.sources:
+            for chunk in sources.rows(ref):
+                encoded = encoders.columns(chunk, recipe.smoothing)
+                transposed[:, row : row + len(chunk)] = encoded.values.T
+                data.fill(scales, row * 4, encoded.scales)
+                row += len(chunk)
+
+
+def _matrix(recipe: Recipe, sources: Sources) -> tuple[int, int]:
+    """Rows of all sources together, and their columns."""
+    shapes = [sources.shape(ref) for ref in recipe.sources]
+    columns = {shape[-1] for shape in shapes}
+    assert len(columns) == 1, f"{recipe.sources} have different widths"
+    return sum(math.prod(shape[:-1]) for shape in shapes), columns.pop()
