@@ -123,10 +123,28 @@ def setup(envs: Path, only: tuple[str, ...], again: bool) -> None:
     help="[default: all]  repeatable.",
 )
 @click.option(
-    "--prefill", type=click.IntRange(2), multiple=True, help="Tokens of a prompt; repeatable."
+    "--prefill",
+    type=click.IntRange(2),
+    multiple=True,
+    help="Tokens of a prompt.  [default: 512, 2048]  repeatable.",
 )
-@click.option("-k", "--drafts", type=click.IntRange(1), multiple=True, default=(3, 5, 10, 16))
-@click.option("--ngram", type=click.IntRange(1), multiple=True, default=(3,), show_default=True)
+@click.option(
+    "-k",
+    "--drafts",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(3, 5, 10, 16),
+    show_default=True,
+    help="Drafted per round by prompt lookup; repeatable.",
+)
+@click.option(
+    "--ngram",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(3,),
+    show_default=True,
+    help="Longest n-gram of prompt lookup; repeatable.",
+)
 @click.option(
     "--schedule",
     type=click.Choice(SCHEDULES),
@@ -145,6 +163,7 @@ def setup(envs: Path, only: tuple[str, ...], again: bool) -> None:
     show_default=True,
     help="Seconds between turns.",
 )
+@click.option("--wide", is_flag=True, help="More settings of peers, which seldom pay.")
 @click.option("--quick", is_flag=True, help="A smoke run: one round, two workloads, one k.")
 @click.option(
     "--out",
@@ -167,6 +186,7 @@ def run(
     threads: int,
     rounds: int,
     pause: float,
+    wide: bool,
     quick: bool,
     out: Path | None,
 ) -> None:
@@ -189,6 +209,7 @@ def run(
         ngrams=ngram,
         schedules=schedule,
         peers=peer or NAMES,
+        wide=wide,
     )
     make_tasks = functools.partial(
         tasks_of,
@@ -297,6 +318,10 @@ def _folders(ours: tuple[str, ...]) -> dict[str, Path]:
             raise UsageError(f"--ours: must be NAME=DIR, got {entry!r}", hint="--ours fp32=engines")
         if name in folders:
             raise UsageError(f"--ours: two folders are named {name!r}", hint="name one otherwise")
+        if not (Path(folder) / "manifest.json").is_file():
+            raise UsageError(
+                f"--ours: {folder!r} is no engine folder", hint="give one that specexport wrote"
+            )
         folders[name] = Path(folder)
     return folders
 

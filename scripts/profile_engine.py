@@ -163,7 +163,8 @@ def by_operator(events: Iterable[dict[str, Any]], warm_up: int) -> tuple[int, di
 
 def _label(operator: str, args: dict[str, Any]) -> str:
     """The operator, and the shape of its weights where it is a matrix product."""
-    shapes = [next(iter(one.values()), []) for one in args.get("input_type_shape", [])]
+    given = args.get("input_type_shape", [])
+    shapes: list[list[int]] = [next(iter(one.values()), []) for one in given]
     if operator in PRODUCTS and len(shapes) > 1:
         return f"{operator} {' x '.join(map(str, shapes[1]))}"
     return operator

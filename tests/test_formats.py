@@ -24,6 +24,7 @@ from specexport.made import Sources
 from specgraphs import apply_formats
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import BLOCK_SIZES, Formats, LinearFormat, of_precision
+from specgraphs.loop import RepeatStep
 from specgraphs.recipes import Blocks, Columns, Made, Stacked, WeightRef
 from specrun import contract
 from specrun.errors import UsageError
@@ -778,6 +779,47 @@ def externals(path: Path) -> dict[str, ir.ExternalTensor]:
     values = ir.load(path).graph.initializers
     tensors = {name: value.const_value for name, value in values.items()}
     return {name: t for name, t in tensors.items() if isinstance(t, ir.ExternalTensor)}
+
+
+# Graphs: loops.
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "w8a8"])
+def test_layers_in_a_loop(precision: Precision, tmp_path: Path) -> None:
+    """The steps of a drafter are in the body of a Loop: its layers and tables are no others, and
+    what they read stands outside."""
+    small = Small.of(x := value("x", ["batch", 1, 64]), ids := value("ids", ["batch", 1], INT64))
+    row = small.lookup(ids, "t.weight", random(40, 64, seed=2), ["batch", 1, 64])
+    fed = small.build.op("Add", [x, row], ["batch", 1, 64])
+    one = small.linear(fed, "a.weight", 0.1 * random(64, 64, seed=3))
+    two = small.linear(fed, "b.weight", 0.1 * random(24, 64, seed=4))
+    next_ids = small.build.op("Identity", [ids], ["batch", 1], INT64)
+    one.name, two.name, next_ids.name = "next", "shown", "next_ids"
+    graph = small.graph(one, two, next_ids)
+    RepeatStep(carried={"x": "next", "ids": "next_ids"}, trip_count="count", stacked=["shown"])(
+        graph.model
+    )
+    feeds = {"x": random(2, 1, 64), "ids": np.array([[3], [39]]), "count": np.array(3)}
+    want = outputs_of(small.written(graph, tmp_path / "before"), **feeds)[0]
+    applied(graph, formats(precision, embedding=precision))
+    assert "Split" not in ops_of(graph)
+    inside = [node.op_type for node in graph.model.graph.all_nodes()]
+    products = {"MatMulNBits", "MatMulIntegerToFloat"}
+    assert len([op for op in inside if op in products]) == 1 and inside.count("Split") == 1
+    assert inside.count("GatherBlockQuantized") == 1 and "FusedMatMul" not in inside
+    got = outputs_of(small.written(graph, tmp_path / "after"), **feeds)[0]
+    assert got.shape == want.shape == (2, 3, 1, 24)
+    assert relative(got, want) < (0.2 if precision == "int4" else 0.02)
+
+
+def test_a_table_of_ids_stays() -> None:
+    """As the order of the tokens behind a centroid head."""
+    small = Small.of(ids := value("ids", [1, "rows"], INT64))
+    table = small.weight("order", random(40, 64))
+    table.type = ir.TensorType(INT64)
+    graph = small.graph(small.build.op("Gather", [table, ids], [1, "rows", 64], INT64, axis=0))
+    applied(graph, formats("int8", embedding="int8"))
+    assert ops_of(graph) == ["Gather"] and list(graph.weights) == ["order"]
 
 
 # Writing what recipes make.

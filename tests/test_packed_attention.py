@@ -173,12 +173,14 @@ def test_every_position(packed: Engine, rotated: Engine, past: int, rows: int) -
     np.testing.assert_array_equal(one[contract.ARGMAX], two[contract.ARGMAX])
 
 
-def test_sequences_of_other_lengths(packed: Engine, rotated: Engine) -> None:
-    """Each is rotated by its own positions."""
+@pytest.mark.parametrize(("past", "rows"), [((0, 90, 17), 1), ((0, 0, 0), 4)])
+def test_sequences_of_other_lengths(
+    packed: Engine, rotated: Engine, past: tuple[int, ...], rows: int
+) -> None:
+    """Each is rotated by its own positions; ONNX Runtime takes several behind a past row by row."""
     kv = packed.empty_kv(3, CONTEXT)
-    tokens = np.array([prompt_of(4, seed=seed) for seed in range(3)])
-    past = np.array([0, 90, 17])
-    one, two = (e.run(tokens, past, kv) for e in (packed, rotated))
+    tokens = np.array([prompt_of(rows, seed=seed) for seed in range(3)])
+    one, two = (e.run(tokens, np.array(past), kv) for e in (packed, rotated))
     for name, array in two.items():
         np.testing.assert_allclose(one[name], array, rtol=1e-4, atol=1e-4, err_msg=name)
 

@@ -274,7 +274,7 @@ def test_products_that_stay() -> None:
         build.op("MatMul", [x, turned_stack], [2, 3, 5]),
         build.op("MatMul", [left, columns], [2, 5, 3]),
     )
-    feeds = {"x": X, "y": np.arange(40, dtype=np.float32).reshape(5, 8)}
+    feeds: dict[str, Any] = {"x": X, "y": np.arange(40, dtype=np.float32).reshape(5, 8)}
     assert not apply(model, FuseTransposedWeights(), **feeds)
     assert "FusedMatMul" not in kinds(model)
     assert "com.microsoft" not in model.opset_imports

@@ -42,6 +42,7 @@ LLAMA: Pair = ("llama", None)
 QWEN: Pair = ("qwen3", None)
 GEMMA: Pair = ("gemma3", None)
 SHARING: Pair = ("gemma4-e2b", "assistant-plain")
+CENTROID: Pair = ("gemma4-e2b", "assistant-centroid")
 GLM: Pair = ("glm4-moe-mtp1", None)
 LATENT: Pair = ("deepseek-mtp1", None)
 
@@ -55,7 +56,7 @@ FOLDERS: tuple[tuple[Pair, Precision], ...] = (
     (QWEN, "int4"),
     (GEMMA, "w8a8"),
     (SHARING, "w8a8"),
-    (SHARING, "int4"),
+    (CENTROID, "int4"),
     (GLM, "int8"),
     (LATENT, "w8a8"),
 )
@@ -192,10 +193,13 @@ def test_what_the_manifest_says(
     assert set(said.kept_float) <= names
 
 
+PER_LAYER = {f"per_layer_{part}" for part in ("model_projection", "input_gate", "projection")}
+
+
 def test_what_is_kept_float(exported_pair: ExportedPair) -> None:
     """Per-layer projections of Gemma 4, routers of experts, latent up-projections."""
     parts = {
-        (SHARING, "w8a8"): {"per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"},
+        (SHARING, "w8a8"): PER_LAYER,
         (GLM, "int8"): {"gate"},
         (LATENT, "w8a8"): {"gate", "kv_b_proj"},
         (LLAMA, "w8a8"): set(),
@@ -284,7 +288,7 @@ def test_drafters_of_w8a8_are_int8(exported_pair: ExportedPair) -> None:
     """They step row by row, which blocks do best; int4 drafters are int4."""
     for pair, precision, engine, wanted in (
         (SHARING, "w8a8", "mtp_drafter", "int8"),
-        (SHARING, "int4", "mtp_drafter", "int4"),
+        (CENTROID, "int4", "mtp_drafter", "int4"),
         (LATENT, "w8a8", "mtp.0", "int8"),
         (GLM, "int8", "mtp.0", "int8"),
     ):

@@ -48,7 +48,7 @@ def blocks(
     """
     rows, columns = weight.shape
     count = -(-columns // size)
-    padded = _padded(torch.from_numpy(np.asarray(weight, dtype=np.float32)), count * size)
+    padded = _padded(torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32)), count * size)
     blocked = padded.view(rows, count, size)
     if bits == 8:
         scale = blocked.abs().amax(-1, keepdim=True) / QMAX
@@ -77,9 +77,9 @@ def decoded_blocks(parts: BlockParts, bits: int, columns: int) -> NDArray[np.flo
 
 def columns(weight: NDArray[Any], smoothing: NDArray[np.float32] | None) -> ColumnParts:
     """Encode float ``weight`` ``[rows, columns]`` with one scale per row, symmetric."""
-    value = torch.from_numpy(np.asarray(weight, dtype=np.float32))
+    value = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
     if smoothing is not None:
-        value = value * torch.from_numpy(smoothing)
+        value = value * torch.from_numpy(np.ascontiguousarray(smoothing))
     scale = value.abs().amax(1, keepdim=True) / QMAX
     q = _divided(value, scale).round_()
     return ColumnParts(q.to(torch.int8).numpy(), _array(scale[:, 0]))
@@ -129,8 +129,10 @@ def _pack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two 4-bit values to a byte along the last axis, the first in the low half."""
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
-    return np.ascontiguousarray(values[..., 0::2] | (values[..., 1::2] << 4))
+    packed: NDArray[np.uint8] = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
+    return np.ascontiguousarray(packed)
 
 
 def _unpack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)
+    halves = [values & np.uint8(15), values >> np.uint8(4)]
+    return np.stack(halves, axis=-1).reshape(*values.shape[:-1], -1)

@@ -75,6 +75,12 @@ class _Group:
         return [_matrix(node).shape[0] for node in self.nodes]  # type: ignore[index,misc]
 
 
+def _owner(node: ir.Node) -> ir.Graph:
+    """The graph that holds ``node``: a drafter's steps are in the body of a Loop."""
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
 def _matrix(node: ir.Node) -> ir.Value:
     value = node.inputs[1]
     assert value is not None
@@ -83,7 +89,7 @@ def _matrix(node: ir.Node) -> ir.Value:
 
 def _groups(graph: EngineGraph, formats: ByOrigin) -> Iterable[_Group]:
     found: dict[tuple[Any, ...], _Group] = {}
-    for node in graph.model.graph:
+    for node in graph.model.graph.all_nodes():
         if node.op_type != "FusedMatMul" or node.inputs[1] is None:
             continue
         name = node.inputs[1].name or ""
@@ -91,7 +97,7 @@ def _groups(graph: EngineGraph, formats: ByOrigin) -> Iterable[_Group]:
         if ref is None or node.attributes["transB"].as_int() != 1 or "alpha" in node.attributes:
             continue
         chosen = formats[ref.origin].linear(ref.name, head=_is_head(node))
-        key = (id(node.inputs[0]), chosen, id(chosen.smoothing))
+        key = (id(node.graph), id(node.inputs[0]), chosen, id(chosen.smoothing))
         group = found.setdefault(key, _Group(chosen))
         group.nodes.append(node)
         group.refs.append(ref)
@@ -115,17 +121,19 @@ def _is_head(node: ir.Node) -> bool:
 def _tables(graph: EngineGraph) -> list[ir.Node]:
     return [
         node
-        for node in graph.model.graph
+        for node in graph.model.graph.all_nodes()
         if node.op_type == "Gather"
         and node.domain == ""
         and node.inputs[0] is not None
         and node.inputs[0].name in graph.weights
+        and node.inputs[0].dtype is not None
+        and node.inputs[0].dtype.is_floating_point()
         and ("axis" not in node.attributes or node.attributes["axis"].as_int() == 0)
     ]
 
 
 class _Editor:
-    """Replaces nodes of one graph and keeps account of its initializers."""
+    """Replaces nodes of one graph and of the loops in it; initializers are all outside of those."""
 
     def __init__(self, graph: EngineGraph) -> None:
         self.engine = graph
@@ -160,12 +168,13 @@ class _Editor:
             y.type = ir.TensorType(x.dtype)
             sizes = self.constant(np.array(group.sizes, dtype=np.int64))
             results = nodes.add_many("Split", len(outputs), y, sizes, axis=-1)
-        self.graph.insert_before(first, nodes.nodes)
+        owner = _owner(first)
+        owner.insert_before(first, nodes.nodes)
         for old, new in zip(outputs, results, strict=True):
             new.shape, new.type, new.name = old.shape, old.type, old.name
             old.name = None
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-        self.graph.remove(group.nodes, safe=True)
+        owner.remove(group.nodes, safe=True)
 
     def _blocks(
         self,
@@ -210,7 +219,9 @@ class _Editor:
         if chosen.smoothing is not None:
             inverse = (np.float32(1) / chosen.smoothing).astype(np.float32)
             if not self._fold_in_norm(x, inverse, group.nodes):
-                x = nodes.add("Mul", x, self.constant(inverse))
+                scaled = nodes.add("Mul", x, self.constant(inverse))
+                scaled.shape, scaled.type = x.shape, x.type
+                x = scaled
         # A row of zeros is divided by zero, and what comes of it is multiplied by zero again.
         largest = nodes.add(
             "ReduceMax", nodes.add("Abs", x), self.constant(np.array([-1], np.int64)), keepdims=1
@@ -231,13 +242,17 @@ class _Editor:
         # Their weighted sum is a product with a row of two: ONNX Runtime does it in one pass.
         shares = self.constant(np.array([[1, 1 / SECOND]], dtype=np.float32))
         halves = nodes.add("Reshape", y, self.constant(np.array([2, -1], np.int64)))
-        y = nodes.add("Reshape", nodes.add("MatMul", shares, halves), self._shape(nodes, x, rows))
+        y = nodes.add(
+            "Reshape",
+            nodes.add("MatMul", shares, halves),
+            self._shape(nodes, x, rows, _owner(group.nodes[0])),
+        )
         return nodes.add("Mul", y, largest)
 
-    def _shape(self, nodes: _Nodes, x: ir.Value, columns: int) -> ir.Value:
-        """The shape of ``x`` with another last size, once for all values of the same sizes."""
+    def _shape(self, nodes: _Nodes, x: ir.Value, columns: int, owner: ir.Graph) -> ir.Value:
+        """The shape of ``x`` with another last size, once for values of the same sizes there."""
         assert x.shape is not None
-        sizes = tuple(str(size) for size in x.shape[:-1])
+        sizes = (id(owner), *(str(size) for size in x.shape[:-1]))
         if (sizes,) not in self.values:
             self.values[(sizes,)] = nodes.add("Shape", x, end=-1)
         if (sizes, columns) not in self.values:
@@ -260,7 +275,7 @@ class _Editor:
         index = NORMS[norm.op_type]
         product = ir.node("Mul", [norm.inputs[index], self.constant(factor)])
         product.outputs[0].name = f"{x.name}.scale"
-        self.graph.insert_before(norm, [product])
+        _owner(norm).insert_before(norm, [product])
         norm.replace_input_with(index, product.outputs[0])
         return True
 
@@ -309,12 +324,13 @@ class _Editor:
         self._swap(node, nodes, out)
 
     def _swap(self, node: ir.Node, nodes: _Nodes, out: ir.Value) -> None:
-        self.graph.insert_before(node, nodes.nodes)
+        owner = _owner(node)
+        owner.insert_before(node, nodes.nodes)
         old = node.outputs[0]
         out.shape, out.type, out.name = old.shape, old.type, old.name
         old.name = None
         old.replace_all_uses_with(out, replace_graph_outputs=True)
-        self.graph.remove(node, safe=True)
+        owner.remove(node, safe=True)
 
     # -- initializers
 

@@ -31,11 +31,12 @@ DEFAULT_BLOCK_SIZE = 32
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ACCURACY_LEVEL = 4  # of MatMulNBits: activations in 8 bits
 
-# Small and sensitive: what Gemma 4 adds to each layer per token, routers of experts, and the
-# up-projection of latent attention, which the graph multiplies with itself.
+# Small and sensitive: what Gemma 4 adds to each layer per token, routers of experts and of tokens
+# behind a centroid head, and the up-projection of latent attention, which the graph multiplies with
+# itself.
 KEEP_FLOAT = re.compile(
     r"\.(per_layer_model_projection|per_layer_input_gate|per_layer_projection|router\.proj"
-    r"|mlp\.gate|kv_b_proj)\.weight$"
+    r"|mlp\.gate|kv_b_proj|centroids)\.weight$"
 )
 HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 

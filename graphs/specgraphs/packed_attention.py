@@ -158,7 +158,7 @@ def _evaluate(
         model.graph.initializer.append(ir.to_proto(ir.Tensor(np.asarray(tensor), name=value.name)))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
+    session: Any = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     used = {value.name for value in inputs}

@@ -19,6 +19,7 @@ from specrun.errors import UsageError
 
 PrecisionClass = Literal["fp32", "16-bit", "8-bit", "4-bit"]
 MAX_GENAI_DRAFTS = 16
+LLAMA_CONTEXT = 4096  # tokens
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line decides."""
+    """What the command line decides. ``wide``: settings of peers that seldom pay, too."""
 
     environments: Path
     cache: Path
@@ -75,6 +76,7 @@ class Choices:
     ngrams: tuple[int, ...]
     schedules: tuple[str, ...]
     peers: tuple[str, ...]
+    wide: bool = False
 
 
 def lookups(choices: Choices, most: int | None = None) -> tuple[Setting, ...]:
@@ -167,12 +169,19 @@ def _transformers(
     model: Model, gguf: Path, python: Path, choices: Choices, say: Callable[[str], None]
 ) -> Iterable[Contestant]:
     folder = str(hf_folder(model, gguf, choices, say))
-    types: tuple[tuple[str, str, PrecisionClass], ...] = (
-        ("fp32", "float32", "fp32"),
-        ("bf16", "bfloat16", "16-bit"),
-    )
-    for short, dtype, precision in types:
-        config = {"folder": folder, "dtype": dtype, "threads": choices.threads}
+    types: list[tuple[str, str, PrecisionClass, bool]] = [
+        ("fp32", "float32", "fp32", False),
+        ("bf16", "bfloat16", "16-bit", False),
+    ]
+    if choices.wide:
+        types.append(("fp32 compiled", "float32", "fp32", True))
+    for short, dtype, precision, compiled in types:
+        config = {
+            "folder": folder,
+            "dtype": dtype,
+            "threads": choices.threads,
+            "compile": compiled,
+        }
         yield Contestant(
             f"transformers {short}",
             precision,
@@ -225,19 +234,39 @@ def _build(python: Path, source: Path, out: Path, precision: str, extra: tuple[s
 def _openvino(
     model: Model, gguf: Path, python: Path, choices: Choices, say: Callable[[str], None]
 ) -> Iterable[Contestant]:
-    config = {"model": str(gguf), "threads": choices.threads}
-    yield Contestant(
-        "openvino gguf", "4-bit", "peers.on_openvino", python, config, lookups(choices)
-    )
+    variants: dict[str, dict[str, Any]] = {"gguf": {}}
+    if choices.wide:
+        variants["gguf f32"] = {"INFERENCE_PRECISION_HINT": "f32"}
+        variants["gguf kv bf16"] = {"KV_CACHE_PRECISION": "bf16"}
+        variants["gguf unpinned"] = {"ENABLE_CPU_PINNING": False}
+    for short, properties in variants.items():
+        yield Contestant(
+            f"openvino {short}",
+            "4-bit",
+            "peers.on_openvino",
+            python,
+            {"model": str(gguf), "threads": choices.threads, "properties": properties},
+            lookups(choices),
+        )
 
 
 def _llama_cpp(
     model: Model, gguf: Path, python: Path, choices: Choices, say: Callable[[str], None]
 ) -> Iterable[Contestant]:
-    config = {"model": str(gguf), "threads": choices.threads, "context": 4096}
-    yield Contestant(
-        "llama.cpp gguf", "4-bit", "peers.on_llama_cpp", python, config, lookups(choices)
-    )
+    for short, flash in (("gguf", False), ("gguf flash", True))[: 2 if choices.wide else 1]:
+        yield Contestant(
+            f"llama.cpp {short}",
+            "4-bit",
+            "peers.on_llama_cpp",
+            python,
+            {
+                "model": str(gguf),
+                "threads": choices.threads,
+                "context": LLAMA_CONTEXT,
+                "flash_attention": flash,
+            },
+            lookups(choices),
+        )
 
 
 def _run(command: list[str]) -> None:

@@ -117,6 +117,8 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
         command, capture_output=True, text=True, check=False, env={**os.environ, **variables}
     )
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if "error" in line.lower()] or lines
-        raise SetupError(errors[-1].strip() if errors else f"exit status {done.returncode}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        said = [line for line in lines if not line.startswith(("WARNING", "[notice]"))]
+        errors = [line for line in said if "error" in line.lower()] or said
+        last = f": {errors[-1]}" if errors else ""
+        raise SetupError(f"{command[1]} {command[2]}: status {done.returncode}{last}")

@@ -19,7 +19,7 @@ def load(config: dict[str, Any]) -> Generate:
 
     def open_folder(folder: str) -> Any:
         settings = genai.Config(folder)
-        session = {"intra_op_num_threads": config["threads"], **config.get("session", {})}
+        session = {"intra_op_num_threads": config["threads"]}
         changes = {"eos_token_id": config["unused_id"], "decoder": {"session_options": session}}
         settings.overlay(json.dumps({"model": changes}))
         return genai.Model(settings)

@@ -22,7 +22,7 @@ def load(config: dict[str, Any]) -> Generate:
         "n_ctx": config["context"],
         "n_threads": config["threads"],
         "n_threads_batch": config["threads"],
-        "flash_attn": config.get("flash_attention", False),
+        "flash_attn": config["flash_attention"],
         "verbose": False,
     }
     plain = Llama(**common)

@@ -6,11 +6,14 @@ from typing import Any
 
 from peers.protocol import Clock, Generate, Reply, Request, serve
 
+ONE_PIECE = 1 << 20  # more tokens than any prompt has
+
 
 def load(config: dict[str, Any]) -> Generate:
     """``model``, ``threads`` and ``properties`` of the device.
 
-    Prefixes are not cached from one text to the next: every request reads its whole prompt.
+    A scheduler of our own, because the default one caches prefixes from one text to the next: here
+    every request reads its whole prompt. As by default, it does so in one piece.
     """
     import numpy as np
     import openvino  # type: ignore[import-not-found]
@@ -18,12 +21,11 @@ def load(config: dict[str, Any]) -> Generate:
 
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
-    for name, value in config.get("scheduler", {}).items():
-        setattr(scheduler, name, value)
+    scheduler.max_num_batched_tokens = ONE_PIECE
     properties = {
         "INFERENCE_NUM_THREADS": config["threads"],
         "scheduler_config": scheduler,
-        **config.get("properties", {}),
+        **config["properties"],
     }
     plain = genai.LLMPipeline(config["model"], "CPU", **properties)
     lookup = genai.LLMPipeline(config["model"], "CPU", **properties, prompt_lookup=True)

@@ -24,7 +24,7 @@ class FirstToken:
 
 
 def load(config: dict[str, Any]) -> Generate:
-    """``folder``, ``dtype`` and ``threads``."""
+    """``folder``, ``dtype``, ``threads`` and whether to ``compile`` the model's forward."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def load(config: dict[str, Any]) -> Generate:
         config["folder"], dtype=getattr(torch, config["dtype"])
     ).eval()
     model.generation_config.eos_token_id = None
-    if config.get("compile"):
+    if config["compile"]:
         model.forward = torch.compile(model.forward, dynamic=True)
 
     def generate(request: Request) -> Reply:

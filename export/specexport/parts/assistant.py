@@ -218,7 +218,9 @@ def _check_draft(
             run.inputs[contract.HIDDEN][:] = draft.hidden[first]
             run.inputs[contract.PAST_LENGTH][:] = draft.past_length
             run.run()
-            error, agreed = _compare_draft(run, draft, first, count, spec.mtp.head)
+            error, agreed = _compare_draft(
+                run, draft, first, count, spec.mtp.head, integers=spec.weights is not None
+            )
             cases.append(
                 ParityCase(MTP_DRAFTER_ENGINE, name, draft.past_length, count, error, agreed)
             )
@@ -226,7 +228,7 @@ def _check_draft(
 
 
 def _compare_draft(
-    run: PreparedRun, draft: DraftCase, first: int, count: int, head: str
+    run: PreparedRun, draft: DraftCase, first: int, count: int, head: str, *, integers: bool
 ) -> tuple[float, float]:
     tokens = run.outputs[contract.DRAFT_TOKENS][0]
     logits = run.outputs[contract.DRAFT_LOGITS][0]
@@ -243,8 +245,9 @@ def _compare_draft(
         elif head == "plain":
             errors.append(_plain_error(*found, full[step]))
         else:
-            # Steps that feed themselves drift apart, and with them the last of the clusters.
-            least = COMMON_CANDIDATES if count == 1 else 0.0
+            # Steps that feed themselves drift apart, and with them the last of the clusters; so do
+            # weights in integers.
+            least = COMMON_CANDIDATES if count == 1 and not integers else 0.0
             errors.append(_centroid_error(*found, full[step], least))
     return max(errors), agreement(tokens[:compared], full[:compared])
 
