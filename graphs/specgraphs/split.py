@@ -262,14 +262,13 @@ def trace_head(fake: FakeModel, precision: str, *, max_context: int) -> EngineGr
             EXAMPLE_BATCH, EXAMPLE_ROWS, int(config.hidden_size), dtype=TORCH_DTYPES[precision]
         )
         wanted = torch.arange(EXAMPLE_WANTED)
-    outputs = contract.head_outputs(contract.DType.FLOAT32, 1, 1)
     model = export(
         _Head(fake.model, families.softcap(config)),
         (rows, wanted),
         ({0: sizes.batch, 1: sizes.rows}, {0: sizes.wanted}),
         mode=fake.mode,
         input_names=[contract.HEAD_ROWS, WANTED_ROWS],
-        output_names=[spec.name for spec in outputs],
+        output_names=[contract.LOGITS, contract.ARGMAX, contract.HIDDEN],
     )
     return _finished(model, fake, contract.HEAD_ROWS)
 

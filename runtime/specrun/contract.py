@@ -114,8 +114,7 @@ ARGMAX = "argmax"  # int64 [batch, wanted]
 MARGIN = "margin"  # float32 [batch, wanted]
 HIDDEN = "hidden"  # KV dtype [batch, rows or wanted, hidden size]; an input of MTP engines
 
-# An MTP layer: inputs as the target's and hidden [batch, rows, hidden size]; logits, argmax and
-# margin too.
+# An MTP layer: inputs as the target's and hidden [batch, rows, hidden size]; logits and argmax too.
 NEXT_HIDDEN = "next_hidden"  # KV dtype [batch, rows, hidden size]
 
 # The MTP drafter: inputs besides past_length, hidden [batch, 1, hidden size] and the KV buffers.
@@ -352,7 +351,6 @@ def mtp_layer_outputs(
     return (
         TensorSpec(LOGITS, DType.FLOAT32, (BATCH, WANTED, vocab_size)),
         TensorSpec(ARGMAX, DType.INT64, (BATCH, WANTED)),
-        TensorSpec(MARGIN, DType.FLOAT32, (BATCH, WANTED)),
         TensorSpec(MARGIN, DType.FLOAT32, (BATCH, WANTED)),
         TensorSpec(NEXT_HIDDEN, dtype, (BATCH, ROWS, hidden_size)),
         *(layer.spec(present(layer.layer, part), dtype) for layer in kv for part in Part),

@@ -292,7 +292,11 @@ def _centroid_error(
     found = float(np.isin(best, ids).mean()) if best.size else 0.0
     if min(found, float(both.mean())) < least or not both.any():
         return float("inf")
-    return relative_error(logits[both], wanted[both])
+    # Over the largest of all, as what is in common may be small.
+    largest = float(np.abs(full[best]).max())
+    return relative_error(logits[both], wanted[both]) * (
+        float(np.abs(wanted[both]).max()) / max(largest, 1e-30)
+    )
 
 
 def _draft_run(session: Any, spec: EngineSpec, target: Any, steps: int) -> PreparedRun:

@@ -42,7 +42,7 @@ class ArgmaxInBlocks(InPlacePass):
         argmax.name = None
         argmax.replace_all_uses_with(best, replace_graph_outputs=True)
         graph.remove(node, safe=True)
-        if contract.MARGIN not in outputs:
+        if contract.HIDDEN in outputs:  # of a target; an MTP layer has no margin
             margin.name = contract.MARGIN
             margin.type, margin.shape = ir.TensorType(ir.DataType.FLOAT), best.shape
             graph.outputs.insert(list(graph.outputs).index(best) + 1, margin)
