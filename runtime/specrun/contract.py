@@ -351,7 +351,6 @@ def mtp_layer_outputs(
     return (
         TensorSpec(LOGITS, DType.FLOAT32, (BATCH, WANTED, vocab_size)),
         TensorSpec(ARGMAX, DType.INT64, (BATCH, WANTED)),
-        TensorSpec(MARGIN, DType.FLOAT32, (BATCH, WANTED)),
         TensorSpec(NEXT_HIDDEN, dtype, (BATCH, ROWS, hidden_size)),
         *(layer.spec(present(layer.layer, part), dtype) for layer in kv for part in Part),
     )
