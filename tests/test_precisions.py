@@ -68,7 +68,7 @@ ONLY_LLAMA = pytest.mark.parametrize("precision", ["int8", "int4", "w8a8"])
 
 # On random weights, where the best two logits are closer than in trained models: share of rows
 # with the same most probable token, and error of the logits (root mean square, relative).
-LEAST_AGREEMENT = {"int8": 0.9, "w8a8": 0.7, "int4": 0.3}
+LEAST_AGREEMENT = {"int8": 0.9, "w8a8": 0.7, "int4": 0.2}
 MOST_ERROR = {"int8": 0.04, "w8a8": 0.09, "int4": 0.45}
 GEMMA_FACTOR = 3  # norms behind the layers too, so that small errors do not stay small
 BITS = {"int8": 8, "w8a8": 8, "int4": 4}

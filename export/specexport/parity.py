@@ -194,16 +194,18 @@ def _coarsest(manifest: Manifest, engine: str) -> Precision:
     """Of what the results of ``engine`` depend on: its own weights, and those of the target, whose
     KV and hidden states a drafter reads."""
     specs = [manifest.target_engine, manifest.engines.get(engine, manifest.target_engine)]
-    used = {spec.precision for spec in specs}
+    used: set[Precision] = {spec.precision for spec in specs}
     for formats in (spec.weights for spec in specs if spec.weights is not None):
         used |= {formats.head, formats.embedding}
     return max(used, key=lambda precision: TOLERANCE[precision])
 
 
 def _noise(reference: Reference, tensor: str) -> float:
-    """What transformers itself loses; a chain of steps is measured by its first one."""
+    """What transformers itself loses; a chain of steps is measured by its first one, and a drafter
+    loses no less than the hidden states that it reads."""
     single = tensor.removesuffix(CHAIN) + "_logits" if tensor.endswith(CHAIN) else tensor
-    return reference.noise.get(single, 0.0)
+    read = () if tensor == "logits" else ("hidden",)
+    return max(reference.noise.get(name, 0.0) for name in (single, *read))
 
 
 def _check_target(target: Any, reference: Reference, case: Case) -> list[ParityCase]:

@@ -33,6 +33,11 @@ FLAGS = {
     # Of specexport, which reports its errors with the same function.
     "num_draft": "--num-draft",
     "early_exit": "--early-exit",
+    "precision": "--precision",
+    "drafter_precision": "--drafter-precision",
+    "head_precision": "--head-precision",
+    "embedding_precision": "--embedding-precision",
+    "block_size": "--block-size",
 }
 
 
@@ -63,5 +68,5 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 def _with_flags(message: str) -> str:
     """An option's field name, where a message names one, as the flag it has here."""
     for name, flag in FLAGS.items():
-        message = re.sub(rf"(^|give ){name}\b", rf"\1{flag}", message)
+        message = re.sub(rf"(^|give |leave ){name}\b", rf"\1{flag}", message)
     return message
