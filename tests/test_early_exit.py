@@ -377,7 +377,7 @@ def test_hidden_rows_of_the_prompt(made: Made) -> None:
             seen.append((start, hidden.copy()))
 
         rows = target.prefill(np.array([tokens]), on_rows=keep)
-        assert [start for start, _ in seen] == [0, 6, 12, 18]
+        assert [start for start, _ in seen] == [0, 5, 10, 15]  # as even as they can be
         assert relative_error(np.concatenate([x for _, x in seen]), want) <= CLOSE
         assert rows.hidden.shape[1] == 1
         assert relative_error(rows.hidden[0, 0], want[-1]) <= CLOSE

@@ -8,6 +8,7 @@ from typing import Any
 from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE
 from specrun.kv import INITIAL_CAPACITY
 from specrun.manifest import Manifest
+from specrun.options import PREFILL_CHUNK
 from specrun.target import Target, Verifier
 
 
@@ -16,7 +17,7 @@ def open_target(
     session: Callable[[str], Any],
     *,
     max_context: int,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = PREFILL_CHUNK,
     initial_capacity: int = INITIAL_CAPACITY,
     exact_width: int | None = None,
 ) -> Verifier:

@@ -26,6 +26,7 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 DEFAULT_NUM_ASSISTANT_TOKENS = 5  # where the manifest names none
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_EXACT_WIDTH = 16
+PREFILL_CHUNK = 256  # rows; more take no less time each, and attention does more for nothing
 
 T = TypeVar("T", bound="EngineOptions | GenerateOptions")
 
@@ -43,7 +44,7 @@ class EngineOptions:
     ``max_context``: tokens, at most the manifest's (None: the manifest's).
     ``device``: where engines run; a device that is not there is an error, never another device.
     ``verify``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
-    ``prefill_chunk``: prompt tokens per target run.
+    ``prefill_chunk``: most prompt tokens per target run.
     ``tuning``: a file that ``specrun tune --out`` wrote (None: the folder's own, if it has one).
     ``spin``: threads wait for each other without sleeping while an engine runs: faster by a few
     percent on an idle machine, much slower on a busy one; between runs they always sleep.
@@ -55,7 +56,7 @@ class EngineOptions:
     max_context: int | None = None
     device: str = "cpu"
     verify: Verify = "quick"
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL_CHUNK
     tuning: str | None = None
     spin: bool = False
     exact: bool = False

@@ -38,8 +38,9 @@ from specrun.contract import (
 from specrun.errors import EngineError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
+from specrun.options import PREFILL_CHUNK
 from specrun.ort import TYPES, PreparedRun, RunCache
-from specrun.target import KvEngine, OnRows, Rows
+from specrun.target import KvEngine, OnRows, Rows, in_chunks
 
 INITIAL_ROWS = 16  # hidden states that the buffers between the engines hold at first
 
@@ -56,7 +57,7 @@ class SplitTarget:
         engines: Mapping[str, EngineSpec],
         *,
         max_context: int,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = PREFILL_CHUNK,
         initial_capacity: int = INITIAL_CAPACITY,
     ) -> None:
         front, back = engines[FRONT_ENGINE], engines.get(BACK_ENGINE)
@@ -115,16 +116,15 @@ class SplitTarget:
                 hint="this drafter needs a target without layers that share KV",
             )
         self._ahead.clear()
-        count, chunk = tokens.shape[1], self.prefill_chunk
-        self._reserve(count, min(count, chunk))
-        last = (count - 1) // chunk * chunk
-        for start in range(0, last, chunk):
-            block = tokens[:, start : start + chunk]
+        count = tokens.shape[1]
+        self._reserve(count, min(count, self.prefill_chunk))
+        *chunks, last = in_chunks(tokens, self.prefill_chunk)
+        for chunk in chunks:
             if on_rows is None:
-                self._feed(block, chunk - 1, None)
+                self._feed(chunk, chunk.shape[1] - 1, None)
             else:
-                self._step(block, chunk - 1, False, on_rows)
-        return self._step(tokens[:, last:], count - last - 1, want_logits, on_rows)
+                self._step(chunk, chunk.shape[1] - 1, False, on_rows)
+        return self._step(last, last.shape[1] - 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
         """Feed ``tokens`` ``[1, rows]``; returns every row. The front is fed what it has not seen.

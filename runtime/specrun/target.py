@@ -23,6 +23,7 @@ from specrun.contract import (
 from specrun.errors import EngineError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
+from specrun.options import PREFILL_CHUNK
 from specrun.ort import TYPES, PreparedRun, RunCache, zeros
 
 
@@ -91,6 +92,15 @@ class Verifier(Protocol):
         ...
 
 
+def in_chunks(tokens: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
+    """``tokens`` ``[batch, n]`` in as few pieces of at most ``most`` as there can be, all of about
+    the same size: a short rest would cost nearly as much as a whole chunk. At least one piece."""
+    count = tokens.shape[1]
+    pieces = max(1, -(-count // most))
+    ends = [count * piece // pieces for piece in range(pieces + 1)]
+    return [tokens[:, start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
 class KvEngine:
     """A session on KV buffers: arrays for its tensors, and runs that are bound to the buffers."""
 
@@ -145,7 +155,7 @@ class Target:
         *,
         max_context: int,
         batch: int = 1,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = PREFILL_CHUNK,
         initial_capacity: int = INITIAL_CAPACITY,
     ) -> None:
         self.engine = engine
@@ -189,12 +199,11 @@ class Target:
                 f"{self.engine.file}: returns no hidden states of the prompt",
                 hint="this drafter needs a target without layers that share KV",
             )
-        count, chunk = tokens.shape[1], self.prefill_chunk
-        self.kv.reserve(count)
-        last = (count - 1) // chunk * chunk
-        for start in range(0, last, chunk):
-            self._step(tokens[:, start : start + chunk], chunk - 1, False, on_rows)
-        return self._step(tokens[:, last:], count - last - 1, want_logits, on_rows)
+        self.kv.reserve(tokens.shape[1])
+        *chunks, last = in_chunks(tokens, self.prefill_chunk)
+        for chunk in chunks:
+            self._step(chunk, chunk.shape[1] - 1, False, on_rows)
+        return self._step(last, last.shape[1] - 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
         """Feed ``tokens`` ``[batch, rows]``; returns every row."""

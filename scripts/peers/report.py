@@ -11,7 +11,7 @@ from peers.contestants import PLAIN, Contestant, Setting
 from peers.measure import REFERENCE, Cell, Measured, Task, common_prefix, differing
 
 SPINNING = 0.02  # of a core; an idle worker that uses more disturbs the others
-LOOKUP_TASKS = ("copy", "edit")  # whose ratios are shown
+LOOKUP_TASKS = ("copy", "copy-town", "edit")  # whose ratios are shown
 ANY = "any"
 
 

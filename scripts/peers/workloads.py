@@ -67,6 +67,10 @@ WORKLOADS = {
         f"Repeat the following paragraph word for word.\n\n{MOON}",
         f"The paragraph, and below it the same paragraph once more.\n\n{MOON}\n\nThe Moon is",
     ),
+    "copy-town": Workload(
+        f"Repeat the following paragraph word for word.\n\n{HARBOUR}",
+        f"The paragraph, and below it the same paragraph once more.\n\n{HARBOUR}\n\nThe harbour",
+    ),
     "edit": Workload(
         "Repeat the following paragraph, but write Luna in place of the Moon and leave all else as"
         f" it is.\n\n{MOON}",
