@@ -71,7 +71,7 @@ class KvBuffers:
     @property
     def room(self) -> int:
         """Rows that every sequence can still take."""
-        return self.max_context - int(self.lengths.max())
+        return self.max_context - max(self.lengths.tolist())
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ class KvBuffers:
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more rows in every sequence. Raises ContextFull."""
-        needed = int(self.lengths.max()) + rows
+        needed = max(self.lengths.tolist()) + rows
         if needed <= self.capacity:
             return
         if needed > self.max_context:
@@ -105,9 +105,12 @@ class KvBuffers:
 
         Raises ValueError when a sequence is shorter than that: rows cannot be made up.
         """
-        wanted = np.broadcast_to(np.asarray(length, dtype=np.int32), self.lengths.shape)
-        if (wanted < 0).any() or (wanted > self.lengths).any():
-            raise ValueError(f"cannot truncate from {self.lengths.tolist()} to {length}")
+        now = self.lengths.tolist()
+        wanted = [length] * self.batch if isinstance(length, (int, np.integer)) else list(length)
+        if len(wanted) != self.batch:
+            raise ValueError(f"{len(wanted)} lengths for {self.batch} sequences")
+        if not all(0 <= want <= had for want, had in zip(wanted, now, strict=True)):
+            raise ValueError(f"cannot truncate from {now} to {length}")
         self.lengths[:] = wanted
 
     def check_integrity(self) -> None:
@@ -120,5 +123,7 @@ class KvBuffers:
                 raise RuntimeError(f"{name} has shape {array.shape}, capacity {self.capacity}")
 
     def _check_lengths(self) -> None:
-        if self.lengths.min() < 0 or self.lengths.max() > self.capacity:
-            raise RuntimeError(f"lengths {self.lengths.tolist()} in capacity {self.capacity}")
+        # Lists, as this runs every round: NumPy takes tens of microseconds for so few numbers.
+        lengths = self.lengths.tolist()
+        if min(lengths) < 0 or max(lengths) > self.capacity:
+            raise RuntimeError(f"lengths {lengths} in capacity {self.capacity}")
