@@ -71,7 +71,8 @@ class KvBuffers:
     @property
     def room(self) -> int:
         """Rows that every sequence can still take."""
-        return self.max_context - max(self.lengths.tolist())
+        lengths: list[int] = self.lengths.tolist()
+        return self.max_context - max(lengths)
 
     @property
     def nbytes(self) -> int:
