@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_passes import Builder, Dims, value
 
-from specexport import encoders, engines, made, quantization
+from specexport import calibration, encoders, engines, made, quantization
 from specexport.datafile import DATA_FILE, SMALL_ALIGNMENT, DataFile
 from specexport.exporter import ExportOptions
 from specexport.made import Sources
@@ -26,6 +26,7 @@ from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import BLOCK_SIZES, Formats, LinearFormat, of_precision
 from specgraphs.loop import RepeatStep
 from specgraphs.recipes import Blocks, Columns, Made, Stacked, WeightRef
+from specgraphs.rotation import matrix, rotated, size_for
 from specrun import contract
 from specrun.errors import UsageError
 from specrun.manifest import Precision
@@ -395,10 +396,13 @@ def test_a_layer_in_blocks(bits: int, size: int, columns: int, tmp_path: Path) -
 # Graphs: rows.
 
 
-def in_rows(x: Floats, weight: Floats, smoothing: Floats | None = None, terms: int = 1) -> Floats:
+def in_rows(
+    x: Floats, weight: Floats, smoothing: Floats | None = None, terms: int = 1, rotation: int = 0
+) -> Floats:
     """The formula of ``apply_formats``, with integers as integers."""
-    parts = encoders.columns(weight, smoothing)
+    parts = encoders.columns(weight, smoothing, rotation)
     x = x if smoothing is None else x * (np.float32(1) / smoothing)
+    x = rotated(x, rotation)
     largest = np.abs(x).max(axis=-1, keepdims=True)
     unit = np.divide(x, largest, out=np.zeros_like(x), where=largest > 0)
     q = np.rint(unit / np.float32(1 / 127)).astype(np.int64)
@@ -412,9 +416,9 @@ def in_rows(x: Floats, weight: Floats, smoothing: Floats | None = None, terms: i
 
 
 def row_layer(
-    terms: int = 1, smoothing: Floats | None = None, name: str = "l.weight"
+    terms: int = 1, smoothing: Floats | None = None, name: str = "l.weight", rotation: int = 0
 ) -> dict[str, LinearFormat]:
-    return {name: LinearFormat("rows", terms=terms, smoothing=smoothing)}
+    return {name: LinearFormat("rows", terms=terms, smoothing=smoothing, rotation=rotation)}
 
 
 @pytest.mark.parametrize("columns", [64, 100])
@@ -434,6 +438,62 @@ def test_a_layer_in_rows(count: int, terms: int, columns: int, tmp_path: Path) -
     assert relative(got, want) < (2e-3 if terms == 1 else 1e-4)
 
 
+@pytest.mark.parametrize("smoothed", [False, True])
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_rotated_layer(count: int, terms: int, smoothed: bool, tmp_path: Path) -> None:
+    """Equals the formula; rotating comes behind smoothing."""
+    x, fed = rows_of(count, 64, outliers=True)
+    small, weight = Small.of(x), random(24, 64, seed=1)
+    graph = small.graph(small.linear(x, "l.weight", weight))
+    smoothing = SMOOTHING if smoothed else None
+    chosen = row_layer(terms, smoothing, rotation=16)
+    applied(graph, formats("w8a8", chosen=chosen))
+    got = outputs_of(small.written(graph, tmp_path), x=fed)[0]
+    want = in_rows(fed, weight, smoothing, terms, rotation=16)
+    assert np.quantile(np.abs(got - want), 0.9) <= 1e-5 * np.abs(want).max()
+    assert relative(got, want) < 2e-3
+    assert relative(got, fed @ weight.T) < (0.1 if smoothed else 0.03)
+
+
+def test_rotating_makes_up_for_an_outlier(tmp_path: Path) -> None:
+    """One value far above the rest costs them their bits, unless they share it."""
+    x, fed = rows_of(16, 128)
+    fed[..., 5] = 60.0
+    weight = random(64, 128, seed=1)
+    want = fed @ weight.T
+    lost = []
+    for size in (0, 64):
+        small = Small.of(x := value("x", [1, "rows", 128]))
+        graph = small.graph(small.linear(x, "l.weight", weight))
+        applied(graph, formats("w8a8", chosen=row_layer(rotation=size)))
+        got = outputs_of(small.written(graph, tmp_path / str(size)), x=fed)[0]
+        lost.append(float(np.sqrt(np.square(got - want).mean())))
+    assert 3 * lost[1] < lost[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "size"), [(576, 64), (1536, 64), (96, 32), (48, 16), (24, 0), (100, 0)]
+)
+def test_sizes_of_rotations(columns: int, size: int) -> None:
+    assert size_for(columns) == size
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+def test_a_rotation_is_its_own_inverse(size: int) -> None:
+    turn = matrix(size)
+    np.testing.assert_array_equal(turn, turn.T)
+    np.testing.assert_allclose(turn @ turn, np.eye(size), atol=1e-6)
+    rows = random(3, 5, 128)
+    np.testing.assert_allclose(rotated(rotated(rows, size), size), rows, atol=1e-5)
+    np.testing.assert_array_equal(rotated(rows, 0), rows)
+
+
+def test_a_rotation_of_no_power_of_two_is_refused() -> None:
+    with pytest.raises(ValueError, match="power of two, got 24"):
+        matrix(24)
+
+
 def test_two_terms_lose_much_less(tmp_path: Path) -> None:
     """What activations lose is over 30 times less with a second term."""
     x, fed = rows_of(16, 128, outliers=True)
@@ -450,19 +510,20 @@ def test_two_terms_lose_much_less(tmp_path: Path) -> None:
     assert 30 * lost[1] < lost[0] < 0.05
 
 
+@pytest.mark.parametrize("rotation", [0, 32])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_a_row_of_zeros_gives_zeros(terms: int, tmp_path: Path) -> None:
+def test_a_row_of_zeros_gives_zeros(terms: int, rotation: int, tmp_path: Path) -> None:
     x, fed = rows_of(3, 64)
     fed[0, 1] = 0
     small = Small.of(x)
     graph = small.graph(small.linear(x, "l.weight", random(24, 64, seed=1)))
-    applied(graph, formats("w8a8", chosen=row_layer(terms)))
+    applied(graph, formats("w8a8", chosen=row_layer(terms, rotation=rotation)))
     got = outputs_of(small.written(graph, tmp_path), x=fed)[0]
     np.testing.assert_array_equal(got[0, 1], 0)
     assert np.isfinite(got).all() and got[0, 0].any() and got[0, 2].any()
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8", "w8a8", "two terms"])
+@pytest.mark.parametrize("precision", ["int4", "int8", "w8a8", "two terms", "rotated"])
 def test_rows_do_not_see_each_other(precision: Any, tmp_path: Path) -> None:
     """At one width the bits of a row are the same whatever stands beside it."""
     x, fed = rows_of(6, 64)
@@ -470,6 +531,8 @@ def test_rows_do_not_see_each_other(precision: Any, tmp_path: Path) -> None:
     graph = small.graph(small.linear(x, "l.weight", random(24, 64, seed=1)))
     if precision == "two terms":
         applied(graph, formats("w8a8", chosen=row_layer(2)))
+    elif precision == "rotated":
+        applied(graph, formats("w8a8", chosen=row_layer(rotation=32)))
     else:
         applied(graph, formats(precision))
     path = small.written(graph, tmp_path)
@@ -725,29 +788,30 @@ def tied_graph(small: Small, ids: ir.Value) -> EngineGraph:
     return small.graph(logits, row)
 
 
+@pytest.mark.parametrize("rotation", [0, 64])
 @pytest.mark.parametrize("smoothed", [False, True])
-def test_a_tied_head_in_rows(smoothed: bool, tmp_path: Path) -> None:
+def test_a_tied_head_in_rows(smoothed: bool, rotation: int, tmp_path: Path) -> None:
     """Is stored once, and its rows are looked up as columns."""
     small = Small.of(ids := value("ids", [1, "rows"], INT64))
     graph = tied_graph(small, ids)
     name = "model.embed_tokens.weight"
     smoothing = SMOOTHING if smoothed else None
-    chosen = row_layer(terms=2, smoothing=smoothing, name=name)
+    chosen = row_layer(terms=2, smoothing=smoothing, name=name, rotation=rotation)
     applied(graph, formats("w8a8", embedding="w8a8", chosen=chosen))
     gathered = [n for n in graph.model.graph if n.op_type == "Gather"]
     assert [n.attributes["axis"].as_int() for n in gathered] == [1, 0]
     assert not graph.weights and len(graph.made) == 2  # values and scales
     logits, row = outputs_of(small.written(graph, tmp_path), ids=IDS)
     table = small.arrays[name]
-    parts = encoders.columns(table, smoothing)
-    decoded = parts.values.astype(np.float32) * parts.scales[:, None]
+    parts = encoders.columns(table, smoothing, rotation)
+    decoded = rotated(parts.values.astype(np.float32) * parts.scales[:, None], rotation)
     if smoothing is not None:
         decoded = decoded / smoothing
-    np.testing.assert_allclose(row, decoded[IDS], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(row, decoded[IDS], rtol=1e-5, atol=1e-5)
     if not smoothed:
         np.testing.assert_allclose(row, table[IDS], atol=0.02 * np.abs(table).max())
     assert relative(logits, row @ decoded.T) < 1e-3
-    size = (tmp_path / DATA_FILE).stat().st_size
+    size = (tmp_path / DATA_FILE).stat().st_size - 4 * rotation**2
     assert size < 1.3 * table.size + 40 * 4 + 20 * SMALL_ALIGNMENT
 
 
@@ -960,3 +1024,46 @@ def test_precisions_that_follow() -> None:
     )
     assert (said.drafter, said.head, said.embedding) == ("int4", "w8a8", "fp32")
     assert said.needs_calibration  # of the head
+
+
+# Calibration of rows.
+
+
+class Held:
+    """A checkpoint of one matrix."""
+
+    def __init__(self, matrix: Floats) -> None:
+        self.matrix = matrix
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def chunks(self, name: str, size: int) -> list[Floats]:
+        return [self.matrix]
+
+
+def chosen_for(fed: Floats, name: str = "l.weight") -> calibration.Choice:
+    """What calibration chooses for a layer that is fed these rows, behind no norm."""
+    fed = fed.reshape(-1, fed.shape[-1])
+    largest, importance = np.abs(fed).max(axis=0), np.square(fed).mean(axis=0)
+    layers = calibration.Layers((name,), False, fed, largest, importance)
+    weights: Any = Held(random(32, fed.shape[-1], seed=1))
+    (choice,) = calibration.choose_rows([layers], weights)
+    return choice
+
+
+def test_the_cheapest_format_that_is_good_enough() -> None:
+    """As it is, rotated where there are outliers, with a second term where it cannot rotate."""
+    even = random(64, 128)
+    choice = chosen_for(even)
+    assert (choice.format.rotation, choice.format.terms) == (0, 1)
+    uneven = even.copy()
+    uneven[:, 7] = 25
+    choice = chosen_for(uneven)
+    assert (choice.format.rotation, choice.format.terms) == (64, 1)
+    assert choice.error <= calibration.MOST_ERROR[False]
+    odd = uneven[:, :100]
+    choice = chosen_for(odd)
+    assert (choice.format.rotation, choice.format.terms) == (0, 2)
+    choice = chosen_for(even, "lm_head.weight")
+    assert (choice.format.rotation, choice.format.terms) == (0, 2)

@@ -176,7 +176,7 @@ def test_what_the_manifest_says(
     assert (said.head, said.embedding) == (careful, careful)
     assert (said.block_size, said.accuracy_level) == (32, ACCURACY_LEVEL)
     assert said.smoothing == {} or precision == "w8a8"
-    assert said.two_terms == () or precision == "w8a8"
+    assert said.two_terms == said.rotated == () or precision == "w8a8"
     assert all(0 < strength < 1 for strength in said.smoothing.values())
     assert all(0 <= error < 0.5 for error in said.errors.values())
     assert set(said.smoothing) <= set(said.errors) and set(said.two_terms) <= set(said.errors)
@@ -185,6 +185,7 @@ def test_what_the_manifest_says(
     if precision == "w8a8":
         assert "MatMulIntegerToFloat" in kinds
         assert "lm_head.weight" in said.two_terms  # of the logits
+        assert set(said.rotated) <= set(said.errors) - set(said.two_terms)
     else:
         blocks = [node.attributes for node in nodes if node.op_type == "MatMulNBits"]
         assert {found["bits"].as_int() for found in blocks} <= {BITS[precision], 8}

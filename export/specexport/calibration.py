@@ -1,8 +1,8 @@
 """What a model's linear layers are fed, and how each is best put into 8 bits: measured on a text.
 
 transformers runs the model in fp32 over the calibration text; hooks see the input of every linear
-layer. From that come the importance of each column, for 4-bit blocks, and the smoothing and number
-of terms of each layer, for 8-bit rows.
+layer. From that come the importance of each column, for 4-bit blocks, and the smoothing, rotation
+and number of terms of each layer, for 8-bit rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from specexport.datafile import CHUNK_BYTES
 from specexport.sources import Source
 from specexport.weights import Weights
 from specgraphs.formats import HEAD, KEEP_FLOAT, LinearFormat
+from specgraphs.rotation import rotated, size_for
 
 SAMPLE_ROWS = 128  # rows of a layer's input that formats are tried on
 SAMPLE_OUTPUTS = 8192  # rows of a weight that formats are tried on
 STRENGTHS = (0.2, 0.35, 0.5, 0.65, 0.8)  # of smoothing; its alpha in the paper
-# Relative error of one term from which a second one is worth it: behind a norm, where it goes into
-# scores and gates, and elsewhere, where it is added to the residual.
-TWO_TERMS_ABOVE = {True: 0.012, False: 0.0175}
+# Relative error from which rotating is worth it, and a second term where that is not enough: behind
+# a norm, where it goes into scores and gates, and elsewhere, where it is added to the residual.
+MOST_ERROR = {True: 0.012, False: 0.0175}
 
 
 EIGHT_BITS_BUDGET = 0.15  # of a step's bytes, for the layers of a 4-bit model that have 8
@@ -131,8 +132,8 @@ def importance(layers: Sequence[Layers]) -> dict[str, NDArray[np.float32]]:
 def choose_rows(layers: Sequence[Layers], weights: Weights) -> list[Choice]:
     """For every layer the 8-bit row format with the least error on its sample.
 
-    A second term where one leaves more than TWO_TERMS_ABOVE, and for the head, whose error is that
-    of the logits.
+    Rotated, or else with a second term, where they leave more than MOST_ERROR; the head always has
+    a second term, as its error is that of the logits.
     """
     return [
         _choose(group, weights)
@@ -188,27 +189,37 @@ def _block_error(group: Layers, name: str, weights: Weights, size: int) -> float
 
 
 def _choose(group: Layers, weights: Weights) -> Choice:
+    """The cheapest way that is good enough: as it is, rotated, with a second term."""
     weight = torch.from_numpy(_sampled_weight(group.names, weights))
     x = torch.from_numpy(group.sample)
     wanted = x @ weight.T
     scale = float(wanted.square().sum()) or 1.0
     column = weight.abs().amax(0).clamp(min=1e-9)
     largest = torch.from_numpy(group.largest).clamp(min=1e-9)
-    tried: dict[int, list[tuple[float, float | None, NDArray[np.float32] | None]]] = {1: [], 2: []}
-    for strength in (None, *STRENGTHS) if group.after_norm else (None,):
-        smoothing = None if strength is None else _smoothing(largest, column, strength)
-        parts = encoders.columns(weight.numpy(), smoothing)
-        stored = torch.from_numpy(parts.values).float() * torch.from_numpy(parts.scales)[:, None]
-        fed = x if smoothing is None else x / torch.from_numpy(smoothing)
-        for terms, found in tried.items():
-            got = _rounded(fed, terms) @ stored.T
-            found.append((float((got - wanted).square().sum()) / scale, strength, smoothing))
-    best = {terms: min(found, key=lambda item: item[0]) for terms, found in tried.items()}
-    is_head = any(HEAD.search(name) for name in group.names)
-    terms = 2 if is_head or best[1][0] > TWO_TERMS_ABOVE[group.after_norm] ** 2 else 1
-    error, strength, smoothing = best[terms]
-    chosen = LinearFormat("rows", smoothing=smoothing, terms=terms)
-    return Choice(group.names, chosen, strength, float(np.sqrt(error)))
+
+    def best(rotation: int, terms: int) -> Choice:
+        found: list[Choice] = []
+        for strength in (None, *STRENGTHS) if group.after_norm else (None,):
+            smoothing = None if strength is None else _smoothing(largest, column, strength)
+            parts = encoders.columns(weight.numpy(), smoothing, rotation)
+            stored = (
+                torch.from_numpy(parts.values).float() * torch.from_numpy(parts.scales)[:, None]
+            )
+            fed = group.sample if smoothing is None else group.sample / smoothing
+            got = _rounded(torch.from_numpy(rotated(fed, rotation)), terms) @ stored.T
+            error = math.sqrt(float((got - wanted).square().sum()) / scale)
+            chosen = LinearFormat("rows", smoothing=smoothing, terms=terms, rotation=rotation)
+            found.append(Choice(group.names, chosen, strength, error))
+        return min(found, key=lambda choice: choice.error)
+
+    most = MOST_ERROR[group.after_norm]
+    if not any(HEAD.search(name) for name in group.names):
+        size = size_for(weight.shape[1])
+        for rotation in (0, size) if size else (0,):
+            choice = best(rotation, 1)
+            if choice.error <= most:
+                return choice
+    return best(0, 2)
 
 
 def _sampled_weight(names: Sequence[str], weights: Weights) -> NDArray[np.float32]:

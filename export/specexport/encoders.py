@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specgraphs.rotation import rotated
+
 SHRINKS = 8  # candidates for the range of a block, from the whole of it down to LEAST_RANGE
 LEAST_RANGE = 0.72
 QMAX = 127.0
@@ -75,11 +77,17 @@ def decoded_blocks(parts: BlockParts, bits: int, columns: int) -> NDArray[np.flo
     return np.ascontiguousarray(whole.reshape(rows, -1)[:, :columns])
 
 
-def columns(weight: NDArray[Any], smoothing: NDArray[np.float32] | None) -> ColumnParts:
-    """Encode float ``weight`` ``[rows, columns]`` with one scale per row, symmetric."""
-    value = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
+def columns(
+    weight: NDArray[Any], smoothing: NDArray[np.float32] | None, rotation: int = 0
+) -> ColumnParts:
+    """Encode float ``weight`` ``[rows, columns]`` with one scale per row, symmetric.
+
+    ``smoothing``, ``rotation``: see :class:`specgraphs.recipes.Columns`.
+    """
+    array = np.ascontiguousarray(weight, dtype=np.float32)
     if smoothing is not None:
-        value = value * torch.from_numpy(np.ascontiguousarray(smoothing))
+        array = array * smoothing
+    value = torch.from_numpy(rotated(array, rotation))
     scale = value.abs().amax(1, keepdim=True) / QMAX
     q = _divided(value, scale).round_()
     return ColumnParts(q.to(torch.int8).numpy(), _array(scale[:, 0]))

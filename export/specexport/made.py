@@ -44,6 +44,8 @@ def key(made: Made, sources: Sources) -> tuple[str, str]:
     recipe = made.recipe
     names = "+".join(f"{r.origin}:{r.name}" for r in map(sources.canonical, recipe.sources))
     detail = f"{recipe.bits}/{recipe.size}" if isinstance(recipe, Blocks) else ""
+    if isinstance(recipe, Columns) and recipe.rotation:
+        detail = f"/{recipe.rotation}"
     return (f"{type(recipe).__name__}{detail}.{made.part}", names)
 
 
@@ -103,7 +105,7 @@ def _write_columns(recipe: Columns, data: DataFile, sources: Sources) -> None:
     with data.mapped(values, np.dtype(np.int8), (columns, rows)) as transposed:
         for ref in recipe.sources:
             for chunk in sources.rows(ref):
-                encoded = encoders.columns(chunk, recipe.smoothing)
+                encoded = encoders.columns(chunk, recipe.smoothing, recipe.rotation)
                 transposed[:, row : row + len(chunk)] = encoded.values.T
                 data.fill(scales, row * 4, encoded.scales)
                 row += len(chunk)

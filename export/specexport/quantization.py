@@ -157,6 +157,7 @@ def _described(name: str, graph: EngineGraph, made: Plan) -> WeightFormats | Non
         kept_float=tuple(sorted(n for n in graph.weights if KEEP_FLOAT.search(n))),
         kept_int8=tuple(n for c in choices if c.format.kind == "blocks" for n in c.names),
         two_terms=tuple(c.names[0] for c in choices if c.format.terms == 2),
+        rotated=tuple(c.names[0] for c in choices if c.format.rotation),
         smoothing={c.names[0]: c.strength for c in choices if c.strength is not None},
         errors={c.names[0]: round(c.error, 5) for c in choices},
     )

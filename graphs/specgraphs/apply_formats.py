@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from specgraphs import rotation
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import ACCURACY_LEVEL, HEAD, Formats, LinearFormat
 from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
@@ -210,7 +211,7 @@ class _Editor:
 
         In formulas, with zero point 128 left out::
 
-            x' = x / smoothing          m = max |x'| of the row           d = x' / m
+            x' = rotated(x / smoothing)  m = max |x'| of the row          d = x' / m
             q = round(127 d)            q2 = round(127 * 254 * (d - q / 127))
             y = m * scales * (q @ values / 127 + q2 @ values / (127 * 254))
         """
@@ -222,6 +223,11 @@ class _Editor:
                 scaled = nodes.add("Mul", x, self.constant(inverse))
                 scaled.shape, scaled.type = x.shape, x.type
                 x = scaled
+        if chosen.rotation:
+            shape = self._shape(nodes, x, columns, _owner(group.nodes[0]))
+            turned = self._rotated(nodes, x, chosen.rotation, shape)
+            turned.shape, turned.type = x.shape, x.type
+            x = turned
         # A row of zeros is divided by zero, and what comes of it is multiplied by zero again.
         largest = nodes.add(
             "ReduceMax", nodes.add("Abs", x), self.constant(np.array([-1], np.int64)), keepdims=1
@@ -248,6 +254,12 @@ class _Editor:
             self._shape(nodes, x, rows, _owner(group.nodes[0])),
         )
         return nodes.add("Mul", y, largest)
+
+    def _rotated(self, nodes: _Nodes, x: ir.Value, size: int, shape: ir.Value) -> ir.Value:
+        """``x``, of ``shape``, with pieces of ``size`` columns rotated."""
+        pieces = nodes.add("Reshape", x, self.constant(np.array([-1, size], np.int64)))
+        turned = nodes.add("MatMul", pieces, self.constant(rotation.matrix(size)))
+        return nodes.add("Reshape", turned, shape)
 
     def _shape(self, nodes: _Nodes, x: ir.Value, columns: int, owner: ir.Graph) -> ir.Value:
         """The shape of ``x`` with another last size, once for values of the same sizes there."""
@@ -318,6 +330,10 @@ class _Editor:
         scale = nodes.add("Gather", scales, ids, axis=0)
         scale = nodes.add("Unsqueeze", scale, self.constant(np.array([-1], np.int64)))
         out = nodes.add("Mul", found, scale)
+        if chosen.rotation:  # back again
+            last = self.constant(np.array([columns], np.int64))
+            shape = nodes.add("Concat", nodes.add("Shape", ids), last, axis=0)
+            out = self._rotated(nodes, out, chosen.rotation, shape)
         if chosen.smoothing is not None:
             inverse = np.float32(1) / chosen.smoothing
             out = nodes.add("Mul", out, self.constant(inverse.astype(np.float32)))
@@ -361,7 +377,7 @@ class _Editor:
     def _column_values(
         self, sources: tuple[WeightRef, ...], chosen: LinearFormat, rows: int, columns: int
     ) -> tuple[ir.Value, ir.Value]:
-        recipe = Columns(sources, chosen.smoothing)
+        recipe = Columns(sources, chosen.smoothing, chosen.rotation)
         return (
             self._made(recipe, "values", ir.DataType.INT8, (columns, rows)),
             self._made(recipe, "scales", ir.DataType.FLOAT, (rows,)),

@@ -6,8 +6,9 @@ A linear layer is in one of three formats::
     blocks   MatMulNBits: integers of 4 or 8 bits, a scale per block of columns; the operator
              quantizes the activations of a block to 8 bits itself (accuracy level 4)
     rows     int8 weights with a scale per output, activations quantized to 8 bits row by row, an
-             integer product, rescaled; with two ``terms`` what the first 8 bits lost follows in
-             8 more, through the same product
+             integer product, rescaled; where outliers cost too much the activations are rotated
+             before, or have two ``terms``: what the first 8 bits lost follows in 8 more, through
+             the same product
 
 Blocks are the smallest and best for one row, rows cost almost the same for 16 rows as for one. A
 row's result never depends on the rows beside it.
@@ -46,7 +47,9 @@ class LinearFormat:
     """One linear layer, or several that read the same rows.
 
     ``smoothing``: float32 ``[columns]``; inputs are divided by it and the weights multiplied
-    (SmoothQuant, Xiao et al. 2023). ``terms``: 8-bit terms of an activation, 1 or 2.
+    (SmoothQuant, Xiao et al. 2023). ``rotation``: columns that are rotated together, behind the
+    smoothing, see :mod:`specgraphs.rotation`; 0: none are. ``terms``: 8-bit terms of an activation,
+    1 or 2.
     """
 
     kind: Kind
@@ -54,6 +57,7 @@ class LinearFormat:
     block_size: int = DEFAULT_BLOCK_SIZE
     smoothing: NDArray[np.float32] | None = field(default=None, compare=False)
     terms: int = 1
+    rotation: int = 0
 
 
 FLOAT = LinearFormat("float")

@@ -51,14 +51,16 @@ class Blocks:
 class Columns:
     """Matrices, one below the other, transposed, as int8 with a scale per row::
 
-        w[row, column] * smoothing[column] = scales[row] * values[column, row]
+        rotated(w[row] * smoothing)[column] = scales[row] * values[column, row]
 
     values int8 ``[columns, rows]``; scales float32 ``[rows]``. ``smoothing``: float32 ``[columns]``
-    or none; the same for the same sources, so it does not tell recipes apart.
+    or none; the same for the same sources, so it does not tell recipes apart. ``rotation``: size of
+    the pieces that :mod:`specgraphs.rotation` rotates, 0 for none.
     """
 
     sources: tuple[WeightRef, ...]
     smoothing: NDArray[np.float32] | None = field(default=None, compare=False)
+    rotation: int = 0
 
 
 Recipe = Stacked | Blocks | Columns

@@ -466,6 +466,8 @@ def _precision(engine: EngineSpec) -> str:
         parts.insert(0, f"blocks of {stored.block_size}")
     if stored.kept_int8:
         parts.append(f"{len(stored.kept_int8)} layers kept in int8")
+    if stored.rotated:
+        parts.append(f"{len(stored.rotated)} layers rotated")
     if stored.two_terms:
         parts.append(f"{len(stored.two_terms)} layers with two 8-bit terms")
     if stored.kept_float:

@@ -144,7 +144,8 @@ class WeightFormats:
     ``embedding``: their own precision. ``kept_float``: names of linear layers that stay floats;
     ``kept_int8``: of those of int4 that have 8 bits.
     ``two_terms``: of those whose activations have 8 bits twice; ``smoothing``: name -> its strength
-    (SmoothQuant's alpha); ``errors``: name -> relative error of the output on the calibration text.
+    (SmoothQuant's alpha); ``errors``: name -> relative error of the output on the calibration text;
+    ``rotated``: of those whose activations are rotated, see ``specgraphs.rotation``.
     """
 
     block_size: int
@@ -156,6 +157,7 @@ class WeightFormats:
     two_terms: tuple[str, ...]
     smoothing: dict[str, float]
     errors: dict[str, float]
+    rotated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

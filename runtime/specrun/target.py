@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -98,7 +99,7 @@ def in_chunks(tokens: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
     count = tokens.shape[1]
     pieces = max(1, -(-count // most))
     ends = [count * piece // pieces for piece in range(pieces + 1)]
-    return [tokens[:, start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [tokens[:, start:end] for start, end in itertools.pairwise(ends)]
 
 
 class KvEngine:
