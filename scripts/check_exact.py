@@ -7,7 +7,8 @@ Every folder is opened twice, in exact mode and as usual. Every prompt, a piece 
 ``tests/data/prompts.json``, is continued greedily by plain decoding and by every method the folder
 has with every number of drafts; in each mode the tokens are compared with that mode's own plain
 ones. All settings take turns on a prompt, so that their times have met the same disturbances.
-Progress on stderr, a table per folder, one JSON line last; exit status 1 where exact mode differs.
+Progress on stderr; a table per folder, with times relative to the usual plain decoding; one JSON
+line last; exit status 1 where exact mode differs.
 """
 
 from __future__ import annotations
@@ -158,10 +159,15 @@ def main() -> int:
     parser.add_argument("--width", type=int, help="rows of a run in exact mode")
     options = parser.parse_args()
     options.k = options.k or list(NUM_DRAFTS)
+    if options.prompts < 1 or options.tokens < 1 or min(options.k) < 1:
+        parser.error("--prompts, --tokens and -k must be at least 1")
     report = {}
     wrong = 0
     for folder in options.folder:
-        counts = check(folder, options)
+        try:
+            counts = check(folder, options)
+        except specrun.SpecrunError as error:
+            parser.error(f"{error}" + (f"; {error.hint}" if error.hint else ""))
         print(f"{folder}: {options.prompts} prompts, {options.tokens} tokens each")
         print(table(counts), flush=True)
         wrong += sum(count.texts for setting, count in counts.items() if setting.exact)

@@ -321,7 +321,7 @@ def test_options_that_cannot_be_meant(given: dict[str, Any], says: str) -> None:
         (["-k", "0"], 2, "Error: --num-assistant-tokens: must be a whole number of at least 1"),
         (["-k", "6", "--method", "mtp-drafter"], 2, "--num-assistant-tokens: the drafter was"),
         (["--method", "draft"], 2, "Error: --method: 'draft' needs a drafter engine"),
-        (["--exact-width", "4"], 2, "Error: --exact-width: has no effect without exact"),
+        (["--exact-width", "4"], 2, "Error: --exact-width: has no effect without --exact"),
         (["--threads", "0"], 2, "Error: --threads: must be"),
         (["--prompt-file", "/nowhere"], 2, "Error: --prompt-file: /nowhere: No such file"),
         (["--workload", "poem"], 2, "'poem' is not one of 'copy-edit'"),

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from toys import Toy
 
 from specrun.cli import main
+from specrun.cli_errors import with_flags
 from specrun.options import EngineOptions, GenerateOptions
 
 ToyFolder = Callable[[Toy], Path]
@@ -253,3 +254,22 @@ def test_a_byte_order_mark_is_no_part_of_the_prompt(
         assert done.exit_code == 0, done.stderr
         texts.append(json.loads(done.stdout)["tokens"])
     assert texts[0] == texts[1]
+
+
+def test_names_of_options_in_any_place() -> None:
+    """Names of several words anywhere, others where an option is meant."""
+    said = {
+        "exact_width: has no effect without exact, got 8": (
+            "--exact-width: has no effect without --exact, got 8"
+        ),
+        "or open the folder with a larger exact_width": (
+            "or open the folder with a larger --exact-width"
+        ),
+        "mtp-drafter 40: num_assistant_tokens: at most 16": (
+            "mtp-drafter 40: --num-assistant-tokens: at most 16"
+        ),
+        "the text is exact, the seed is not": "the text is exact, the seed is not",
+        "give --exact-width": "give --exact-width",
+    }
+    for message, shown in said.items():
+        assert with_flags(message) == shown

@@ -164,7 +164,7 @@ def test_check_with_the_source(exported_pair: ExportedPair, pair: Pair) -> None:
     assert data["parity"]["cases"] == len(made.manifest.parity.cases)
     assert data["parity"]["worst_error"] <= 1e-4
     text = call("check", made.folder, *source)
-    assert "equals transformers (whole model): " in text.stdout
+    assert "agrees with transformers (whole model): " in text.stdout
 
 
 @pytest.mark.slow

@@ -309,8 +309,8 @@ def _outcome(report: ParityReport | None) -> str:
     if report is None:
         return "not compared with transformers (--no-check)"
     return (
-        f"equals transformers ({report.scope}): {len(report.cases)} comparisons,"
-        f" worst {report.worst_tensor} {report.worst_error:.1e}"
+        f"agrees with transformers ({report.scope}): {len(report.cases)} comparisons,"
+        f" worst {report.worst_tensor} {report.worst_error:.1e}, {report.tolerance:.1e} allowed"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specrun.bench_report import BenchReport, ContestantResult, WorkloadResult
+from specrun.cli_errors import with_flags
 
 NOTHING = "-"
 COLUMNS = ("", "tok/s", "decode", "first ms", "accept", "tok/step", "x plain", "same")
@@ -117,7 +118,7 @@ def _notes(report: BenchReport) -> str:
     notes = list(report.notes)
     if not report.complete:
         notes.insert(0, "not complete: medians of what was measured until then")
-    return "\n".join(f"note: {note}" for note in notes)
+    return "\n".join(f"note: {with_flags(note)}" for note in notes)
 
 
 def _count(number: int, what: str) -> str:

@@ -444,7 +444,12 @@ def _manifest_table(manifest: Manifest) -> str:
         lines[f"file {entry.path}"] = f"{entry.size} bytes, sha256 {entry.sha256[:12]}…"
     parity = manifest.parity
     if parity is not None:
-        lines["parity"] = f"{parity.scope}: worst error {parity.worst_error:.2g}"
+        lines["parity"] = (
+            f"{parity.scope}: worst error {parity.worst_error:.2g} ({parity.worst_tensor};"
+            f" {parity.tolerance:.2g} allowed)"
+        )
+    else:
+        lines["parity"] = "never compared with transformers (--no-check)"
     if (quality := manifest.quality) is not None:
         lines["quality"] = (
             f"perplexity {quality.perplexity:.4g}, in fp32 {quality.reference_perplexity:.4g}"
@@ -464,14 +469,14 @@ def _precision(engine: EngineSpec) -> str:
     parts = [f"head {stored.head}", f"embedding {stored.embedding}"]
     if engine.precision in ("int8", "int4"):
         parts.insert(0, f"blocks of {stored.block_size}")
-    if stored.kept_int8:
-        parts.append(f"{len(stored.kept_int8)} layers kept in int8")
-    if stored.rotated:
-        parts.append(f"{len(stored.rotated)} layers rotated")
-    if stored.two_terms:
-        parts.append(f"{len(stored.two_terms)} layers with two 8-bit terms")
-    if stored.kept_float:
-        parts.append(f"{len(stored.kept_float)} layers kept as floats")
+    for names, how in (
+        (stored.kept_int8, "kept in int8"),
+        (stored.rotated, "rotated"),
+        (stored.two_terms, "with two 8-bit terms"),
+        (stored.kept_float, "kept as floats"),
+    ):
+        if names:
+            parts.append(f"{len(names)} layer{'s' if len(names) > 1 else ''} {how}")
     return f"{engine.precision} ({', '.join(parts)}), {read}"
 
 

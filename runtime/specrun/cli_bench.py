@@ -14,7 +14,7 @@ import click
 from specrun.bench_report import CONTESTANTS, BenchOptions
 from specrun.bench_table import same, table
 from specrun.bench_workloads import WORKLOADS
-from specrun.cli_errors import reports_errors
+from specrun.cli_errors import INTERRUPTED, reports_errors
 from specrun.errors import SpecrunError
 from specrun.options import SCHEDULES, EngineOptions
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 BENCH = BenchOptions()
 ENGINE = EngineOptions()
-INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 DASHED = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
 

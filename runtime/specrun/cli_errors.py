@@ -18,6 +18,8 @@ from specrun.options import EngineOptions, GenerateOptions
 P = ParamSpec("P")
 R = TypeVar("R")
 
+INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
+
 FLAGS = {
     field.name: "--" + field.name.replace("_", "-")
     for cls in (EngineOptions, GenerateOptions)
@@ -42,17 +44,21 @@ FLAGS = {
 
 
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Errors raised on purpose as ``Error:`` and ``hint:``; exit 2 for usage, else 1."""
+    """Errors raised on purpose as ``Error:`` and ``hint:``; exit 2 for usage, 130 for an
+    interruption, else 1."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except SpecrunError as error:
-            click.echo(f"Error: {_with_flags(str(error))}", err=True)
+            click.echo(f"Error: {with_flags(str(error))}", err=True)
             if error.hint:
-                click.echo(f"hint: {_with_flags(error.hint)}", err=True)
+                click.echo(f"hint: {with_flags(error.hint)}", err=True)
             raise SystemExit(2 if isinstance(error, UsageError) else 1) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:
             # The reader went away, as `| head` does; say nothing at exit either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,8 +71,12 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _with_flags(message: str) -> str:
-    """An option's field name, where a message names one, as the flag it has here."""
+def with_flags(message: str) -> str:
+    """An option's field name, where a message names one, as the flag it has here.
+
+    One of several words, like exact_width, is a name anywhere; others where an option is meant.
+    """
     for name, flag in FLAGS.items():
-        message = re.sub(rf"(^|give |leave ){name}\b", rf"\1{flag}", message)
+        before = r"(?<![\w-])()" if "_" in name else r"(^|give |leave |without |a larger )"
+        message = re.sub(rf"{before}{name}\b", rf"\1{flag}", message)
     return message
