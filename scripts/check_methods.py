@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fetch_models
+from peers.workloads import CODE, HARBOUR
 
 import specrun
 from specexport import exporter
@@ -33,25 +34,8 @@ SMOLLM2, GEMMA3 = fetch_models.MODELS
 EARLY_EXIT = 10  # of SmolLM2's 30 layers
 NEAR_TIE = 1e-3  # in log-probability
 REPEATS = 3
-ARTICLE = (
-    "The harbour of the town was built in 1871 by the fishermen themselves, who carried every stone"
-    " from the quarry behind the church. A storm in 1903 took the lighthouse and half of the outer"
-    " wall. The lighthouse was built again of iron, painted red and white, and still stands. Today"
-    " eleven boats go out, most of them for crab, and the old ice house is a museum that opens on"
-    " Sundays. The mayor would like a ferry to the island, and the fishermen would not."
-)
-CODE = (
-    "def area(width, height):\n"
-    "    # multiply the sides\n"
-    "    result = width * height\n"
-    "    return result\n\n"
-    "def volume(width, height, depth):\n"
-    "    # multiply the base by the depth\n"
-    "    result = area(width, height) * depth\n"
-    "    return result\n"
-)
 PROMPTS = {
-    "summarise": f"Summarise this text in two sentences, in its own words.\n\n{ARTICLE}",
+    "summarise": f"Summarise this text in two sentences, in its own words.\n\n{HARBOUR}",
     "edit": f"Rename `result` to `value` in this code and give all of it.\n\n{CODE}",
     "question": "Why is the sky blue? Answer in one paragraph.",
 }
