@@ -273,3 +273,12 @@ def test_names_of_options_in_any_place() -> None:
     }
     for message, shown in said.items():
         assert with_flags(message) == shown
+
+
+def test_fields_of_files_are_no_flags() -> None:
+    for message in (
+        "manifest.json: generation.max_context: must be at least 2, got 1",
+        "drafters.mtp: field 'num_assistant_tokens' is missing",
+        "x: generation_config.json: max_new_tokens: must be at least 1, got 0",
+    ):
+        assert with_flags(message, request=False) == message

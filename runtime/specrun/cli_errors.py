@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import click
 
-from specrun.errors import SpecrunError, UsageError
+from specrun.errors import ContextFull, SpecrunError, UsageError
 from specrun.options import EngineOptions, GenerateOptions
 
 P = ParamSpec("P")
@@ -52,9 +52,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except SpecrunError as error:
-            click.echo(f"Error: {with_flags(str(error))}", err=True)
+            # Others speak of files, whose fields may have the same names.
+            request = isinstance(error, (UsageError, ContextFull))
+            click.echo(f"Error: {with_flags(str(error), request=request)}", err=True)
             if error.hint:
-                click.echo(f"hint: {with_flags(error.hint)}", err=True)
+                click.echo(f"hint: {with_flags(error.hint, request=request)}", err=True)
             raise SystemExit(2 if isinstance(error, UsageError) else 1) from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -71,12 +73,14 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def with_flags(message: str) -> str:
+def with_flags(message: str, *, request: bool = True) -> str:
     """An option's field name, where a message names one, as the flag it has here.
 
-    One of several words, like exact_width, is a name anywhere; others where an option is meant.
+    Where an option is meant; and where the message is about a ``request``, anywhere if the name has
+    several words, like exact_width.
     """
     for name, flag in FLAGS.items():
-        before = r"(?<![\w-])()" if "_" in name else r"(^|give |leave |without |a larger )"
-        message = re.sub(rf"{before}{name}\b", rf"\1{flag}", message)
+        anywhere = request and "_" in name
+        before = r"(?<![\w-])" if anywhere else r"(?:^|(?<=give )|(?<=leave )|(?<=without ))"
+        message = re.sub(rf"{before}{name}\b", flag, message)
     return message
