@@ -30,7 +30,6 @@ STRENGTHS = (0.2, 0.35, 0.5, 0.65, 0.8)  # of smoothing; its alpha in the paper
 # a norm, where it goes into scores and gates, and elsewhere, where it is added to the residual.
 MOST_ERROR = {True: 0.012, False: 0.0175}
 
-
 EIGHT_BITS_BUDGET = 0.15  # of a step's bytes, for the layers of a 4-bit model that have 8
 RESIDUAL_WEIGHT = 4.0  # of an error that is added to the residual, against one that is not
 
@@ -202,9 +201,7 @@ def _choose(group: Layers, weights: Weights) -> Choice:
         for strength in (None, *STRENGTHS) if group.after_norm else (None,):
             smoothing = None if strength is None else _smoothing(largest, column, strength)
             parts = encoders.columns(weight.numpy(), smoothing, rotation)
-            stored = (
-                torch.from_numpy(parts.values).float() * torch.from_numpy(parts.scales)[:, None]
-            )
+            stored = torch.from_numpy(parts.values * parts.scales[:, None])
             fed = group.sample if smoothing is None else group.sample / smoothing
             got = _rounded(torch.from_numpy(rotated(fed, rotation)), terms) @ stored.T
             error = math.sqrt(float((got - wanted).square().sum()) / scale)

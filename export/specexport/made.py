@@ -43,8 +43,10 @@ def key(made: Made, sources: Sources) -> tuple[str, str]:
     """What tells the bytes of a part from others in the data file."""
     recipe = made.recipe
     names = "+".join(f"{r.origin}:{r.name}" for r in map(sources.canonical, recipe.sources))
-    detail = f"{recipe.bits}/{recipe.size}" if isinstance(recipe, Blocks) else ""
-    if isinstance(recipe, Columns) and recipe.rotation:
+    detail = ""
+    if isinstance(recipe, Blocks):
+        detail = f"{recipe.bits}/{recipe.size}"
+    elif isinstance(recipe, Columns):
         detail = f"/{recipe.rotation}"
     return (f"{type(recipe).__name__}{detail}.{made.part}", names)
 

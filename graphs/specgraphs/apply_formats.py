@@ -215,7 +215,7 @@ class _Editor:
             q = round(127 d)            q2 = round(127 * 254 * (d - q / 127))
             y = m * scales * (q @ values / 127 + q2 @ values / (127 * 254))
         """
-        chosen = group.format
+        chosen, owner = group.format, _owner(group.nodes[0])
         values, scales = self._column_values(tuple(group.refs), chosen, rows, columns)
         if chosen.smoothing is not None:
             inverse = (np.float32(1) / chosen.smoothing).astype(np.float32)
@@ -224,7 +224,7 @@ class _Editor:
                 scaled.shape, scaled.type = x.shape, x.type
                 x = scaled
         if chosen.rotation:
-            shape = self._shape(nodes, x, columns, _owner(group.nodes[0]))
+            shape = self._shape(nodes, x, columns, owner)
             turned = self._rotated(nodes, x, chosen.rotation, shape)
             turned.shape, turned.type = x.shape, x.type
             x = turned
@@ -248,11 +248,8 @@ class _Editor:
         # Their weighted sum is a product with a row of two: ONNX Runtime does it in one pass.
         shares = self.constant(np.array([[1, 1 / SECOND]], dtype=np.float32))
         halves = nodes.add("Reshape", y, self.constant(np.array([2, -1], np.int64)))
-        y = nodes.add(
-            "Reshape",
-            nodes.add("MatMul", shares, halves),
-            self._shape(nodes, x, rows, _owner(group.nodes[0])),
-        )
+        total = nodes.add("MatMul", shares, halves)
+        y = nodes.add("Reshape", total, self._shape(nodes, x, rows, owner))
         return nodes.add("Mul", y, largest)
 
     def _rotated(self, nodes: _Nodes, x: ir.Value, size: int, shape: ir.Value) -> ir.Value:

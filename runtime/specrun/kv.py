@@ -71,8 +71,7 @@ class KvBuffers:
     @property
     def room(self) -> int:
         """Rows that every sequence can still take."""
-        lengths: list[int] = self.lengths.tolist()
-        return self.max_context - max(lengths)
+        return self.max_context - self._longest
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +80,7 @@ class KvBuffers:
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more rows in every sequence. Raises ContextFull."""
-        needed = max(self.lengths.tolist()) + rows
+        needed = self._longest + rows
         if needed <= self.capacity:
             return
         if needed > self.max_context:
@@ -123,8 +122,14 @@ class KvBuffers:
             if array.shape[0] != self.batch or array.shape[2] != self.capacity:
                 raise RuntimeError(f"{name} has shape {array.shape}, capacity {self.capacity}")
 
+    # Lists below, as these run every round: NumPy takes tens of microseconds for so few numbers.
+
+    @property
+    def _longest(self) -> int:
+        lengths: list[int] = self.lengths.tolist()
+        return max(lengths)
+
     def _check_lengths(self) -> None:
-        # Lists, as this runs every round: NumPy takes tens of microseconds for so few numbers.
         lengths = self.lengths.tolist()
         if min(lengths) < 0 or max(lengths) > self.capacity:
             raise RuntimeError(f"lengths {lengths} in capacity {self.capacity}")

@@ -86,7 +86,7 @@ class EngineOptions:
         if self.exact_width > MAX_EXACT_WIDTH:
             raise UsageError(
                 f"exact_width: must be at most {MAX_EXACT_WIDTH}, got {self.exact_width}",
-                hint=f"give {MAX_EXACT_WIDTH} or less; 16 is the default",
+                hint=f"give {MAX_EXACT_WIDTH} or less; {DEFAULT_EXACT_WIDTH} is the default",
             )
         if not self.exact and self.exact_width != DEFAULT_EXACT_WIDTH:
             raise UsageError(

@@ -293,10 +293,8 @@ def _centroid_error(
     if min(found, float(both.mean())) < least or not both.any():
         return float("inf")
     # Over the largest of all, as what is in common may be small.
-    largest = float(np.abs(full[best]).max())
-    return relative_error(logits[both], wanted[both]) * (
-        float(np.abs(wanted[both]).max()) / max(largest, 1e-30)
-    )
+    share = float(np.abs(wanted[both]).max() / max(np.abs(full[best]).max(), 1e-30))
+    return share * relative_error(logits[both], wanted[both])
 
 
 def _draft_run(session: Any, spec: EngineSpec, target: Any, steps: int) -> PreparedRun:
