@@ -12,9 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from specexport.datafile import CHUNK_BYTES, DATA_FILE, DataFile, Range
+from specexport.datafile import DATA_FILE, DataFile, Range
 from specexport.errors import ExportError
 from specexport.made import Sources, key, write
+from specgraphs import experts
 from specgraphs.engine_graph import EngineGraph
 from specrun.contract import DType, TensorSpec
 
@@ -28,7 +29,7 @@ def bytes_to_write(graphs: Iterable[EngineGraph], sources: Sources) -> int:
         for name, ref in graph.weights.items():
             value = graph.model.graph.initializers[name]
             same = sources.canonical(ref)
-            seen[(same.origin, same.name, str(value.dtype))] = _size(value)
+            seen[(same.origin, same.label, str(value.dtype))] = _size(value)
         for name, made in graph.made.items():
             value = graph.model.graph.initializers[name]
             seen[(*key(made, sources), str(value.dtype))] = _size(value)
@@ -36,16 +37,15 @@ def bytes_to_write(graphs: Iterable[EngineGraph], sources: Sources) -> int:
 
 
 def step_bytes(graph: EngineGraph) -> int:
-    """Bytes of weights that a run of one row reads: all but tables, of which it reads a few rows.
-
-    Experts of which only the routed ones are read stand in tables, so they are not counted.
+    """Bytes of weights that a run of one row reads: all but tables, of which it reads a few rows,
+    and of experts those that the row is routed to.
     """
-    total = 0
+    total = 0.0
     for value in graph.model.graph.initializers.values():
-        kinds = {use.node.op_type for use in value.uses()}
-        if kinds - {"Gather", "GatherBlockQuantized"}:
-            total += _size(value)
-    return total
+        users = [use.node for use in value.uses()]
+        if any(node.op_type not in ("Gather", "GatherBlockQuantized") for node in users):
+            total += _size(value) * max(map(experts.share_of_steps, users))
+    return round(total)
 
 
 def write_engine(
@@ -63,8 +63,9 @@ def write_engine(
     initializers = graph.model.graph.initializers
     for name, ref in graph.weights.items():
         same = sources.canonical(ref)
-        chunks = sources.weights[same.origin].chunks(same.name, CHUNK_BYTES)
-        _store(initializers[name], (same.origin, same.name), data, chunks, inline_below)
+        _store(
+            initializers[name], (same.origin, same.label), data, sources.rows(same), inline_below
+        )
     for name, made in graph.made.items():
         value = initializers[name]
         assert value.dtype is not None

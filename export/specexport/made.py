@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,22 +27,22 @@ class Sources:
 
     def canonical(self, ref: WeightRef) -> WeightRef:
         """Under which name the bytes of a tied tensor stand."""
-        return WeightRef(ref.origin, self.weights[ref.origin].canonical(ref.name))
+        return replace(ref, name=self.weights[ref.origin].canonical(ref.name))
 
     def shape(self, ref: WeightRef) -> tuple[int, ...]:
         """Of the tensor in the checkpoint."""
-        return self.weights[ref.origin].shape(ref.name)
+        shape = self.weights[ref.origin].shape(ref.name)
+        return shape if ref.index is None else shape[1:]
 
     def rows(self, ref: WeightRef) -> Iterator[NDArray[Any]]:
-        """The tensor as a matrix, in pieces of whole rows."""
-        for chunk in self.weights[ref.origin].chunks(ref.name, CHUNK_BYTES):
-            yield chunk.reshape(-1, chunk.shape[-1])
+        """The tensor in pieces of whole rows; see :meth:`specexport.weights.Weights.chunks`."""
+        return self.weights[ref.origin].chunks(ref.name, CHUNK_BYTES, ref.index)
 
 
 def key(made: Made, sources: Sources) -> tuple[str, str]:
     """What tells the bytes of a part from others in the data file."""
     recipe = made.recipe
-    names = "+".join(f"{r.origin}:{r.name}" for r in map(sources.canonical, recipe.sources))
+    names = "+".join(f"{r.origin}:{r.label}" for r in map(sources.canonical, recipe.sources))
     detail = ""
     if isinstance(recipe, Blocks):
         detail = f"{recipe.bits}/{recipe.size}"

@@ -131,9 +131,11 @@ def apply(
     graphs: Mapping[str, EngineGraph], made: Plan, sources: Sources, settings: Settings
 ) -> dict[str, WeightFormats | None]:
     """Put every graph's weights into their formats; what the manifest says of each engine."""
-    from specgraphs import apply_formats, packed_attention
+    from specgraphs import apply_formats, experts, packed_attention
 
     by_origin = dict.fromkeys(sources.weights, made.drafter) | {"target": made.target}
+    for graph in graphs.values():
+        experts.expand(graph, by_origin)
     heads = apply_formats.heads(graphs.values(), by_origin)
     for graph in graphs.values():
         apply_formats.apply(graph, by_origin, heads)

@@ -8,7 +8,7 @@ of a memory map keeps the resident size at one chunk, whatever the file's size.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ class SafeTensor:
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
         return raw.astype(self.dtype, copy=False).reshape(shape)
+
+    def matrix_rows(self, start: int, stop: int) -> Array:
+        """Rows of the matrix ``[..., shape[-1]]``, for a tensor of more than two axes."""
+        flat = (prod(self.shape[:-1]), self.shape[-1])
+        return replace(self, shape=flat).rows(start, stop)
 
     def _types(self) -> tuple[str, str]:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,15 @@ class StoredTensor(Protocol):
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows ``start <= row < stop`` as ``[stop - start, *shape[1:]]``, owned by the caller."""
+        ...
+
+
+@runtime_checkable
+class Stack(StoredTensor, Protocol):
+    """A tensor of more than two axes that can be read in pieces of one entry of its first."""
+
+    def matrix_rows(self, start: int, stop: int) -> Array:
+        """Rows ``start <= row < stop`` of the matrix of its last axis."""
         ...
 
 
@@ -75,12 +84,23 @@ class MergedExperts:
 
     def rows(self, start: int, stop: int) -> Array:
         """Experts ``start <= e < stop``, each read matrix by matrix into its place."""
-        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        for index, parts in enumerate(self.experts[start:stop]):
-            row = 0
-            for part in parts:
-                out[index, row : row + part.shape[0]] = part.rows(0, part.shape[0])
-                row += part.shape[0]
+        inner = self.shape[1]
+        rows = self.matrix_rows(start * inner, stop * inner)
+        return rows.reshape(stop - start, *self.shape[1:])
+
+    def matrix_rows(self, start: int, stop: int) -> Array:
+        """Rows of all experts one below the other."""
+        out = np.empty((stop - start, self.shape[-1]), self.dtype)
+        row = start
+        while row < stop:
+            expert, inside = divmod(row, self.shape[1])
+            for part in self.experts[expert]:
+                if inside < part.shape[0]:
+                    break
+                inside -= part.shape[0]
+            count = min(part.shape[0] - inside, stop - row)
+            out[row - start : row - start + count] = part.rows(inside, inside + count)
+            row += count
         return out
 
 
@@ -155,14 +175,21 @@ class Weights:
         shape = self.shape(name)
         return self.read_rows(name, 0, shape[0] if shape else 1)
 
-    def chunks(self, name: str, max_bytes: int) -> Iterator[Array]:
-        """The tensor in order, in arrays of at most ``max_bytes`` bytes but at least one row."""
+    def chunks(self, name: str, max_bytes: int, index: int | None = None) -> Iterator[Array]:
+        """The tensor in order, as arrays of at most ``max_bytes`` bytes but at least one row.
+
+        A tensor of more than one axis comes as the matrix ``[rows, columns]`` of its last one.
+        ``index``: only that entry of the first axis.
+        """
         tensor = self._tensor(name)
-        count = tensor.shape[0] if tensor.shape else 1
-        row_bytes = prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        step = max(1, max_bytes // max(1, row_bytes))
-        for start in range(0, count, step):
-            yield tensor.rows(start, min(start + step, count))
+        if len(tensor.shape) < 2:
+            yield tensor.rows(0, tensor.shape[0] if tensor.shape else 1)
+            return
+        inner = prod(tensor.shape[1:-1])
+        start, stop = (0, tensor.shape[0] * inner) if index is None else _piece(index, inner)
+        step = max(1, max_bytes // max(1, tensor.shape[-1] * tensor.dtype.itemsize))
+        for first in range(start, stop, step):
+            yield _matrix_rows(tensor, first, min(first + step, stop))
 
     def check_complete(self, expected: Mapping[str, Shape]) -> None:
         """Raises WeightsError naming the tensors that are missing or not of the expected shape."""
@@ -188,6 +215,23 @@ class Weights:
             return self._tensors[self.canonical(name)]
         except KeyError:
             raise WeightsError(f"{name}: no such tensor in the checkpoint") from None
+
+
+def _piece(index: int, inner: int) -> tuple[int, int]:
+    """Rows of the matrix that entry ``index`` of the first axis has, where each has ``inner``."""
+    return index * inner, (index + 1) * inner
+
+
+def _matrix_rows(tensor: StoredTensor, start: int, stop: int) -> Array:
+    """Rows of ``tensor`` as a matrix, whatever number of axes it has."""
+    if len(tensor.shape) == 2:
+        return tensor.rows(start, stop)
+    if isinstance(tensor, Stack):
+        return tensor.matrix_rows(start, stop)
+    inner = prod(tensor.shape[1:-1])
+    first, last = start // inner, -(-stop // inner)
+    whole = tensor.rows(first, last).reshape(-1, tensor.shape[-1])
+    return whole[start - first * inner : stop - first * inner]
 
 
 def _listed(items: list[str], limit: int = 5) -> str:

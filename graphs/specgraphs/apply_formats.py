@@ -397,7 +397,7 @@ class _Editor:
 
     @staticmethod
     def _name(ref: WeightRef) -> str:
-        name = ref.name.removesuffix(".weight")
+        name = ref.label.removesuffix(".weight")
         return name if ref.origin == "target" else f"{ref.origin}.{name}"
 
     def constant(self, array: np.ndarray) -> ir.Value:

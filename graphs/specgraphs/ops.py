@@ -14,8 +14,8 @@ OPSET = 23  # RMSNormalization and RotaryEmbedding are standard operators from h
 IR_VERSION = 10  # what the least ONNX Runtime we allow reads
 
 GROUP_QUERY_ATTENTION = "com.microsoft::GroupQueryAttention"
-# Emitted while tracing only; passes.ExpandLatentAttention replaces it.
-OWN_DOMAIN, LATENT_ATTENTION = "specgraphs", "LatentAttention"
+# Emitted while tracing only: passes.ExpandLatentAttention and experts.expand replace them.
+OWN_DOMAIN, LATENT_ATTENTION, ROUTED_EXPERTS = "specgraphs", "LatentAttention", "RoutedExperts"
 
 
 def attention_append(
@@ -109,6 +109,36 @@ def attention_read(
         version=1,
     )
     return out.view(batch, rows, heads, head)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    shares: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    activation: str,
+) -> torch.Tensor:
+    """Every row through the experts that it was routed to, as a weighted sum.
+
+    Equation, for row r and the k experts ``e_j = experts[r, j]``::
+
+        gate, up = halves of gate_up[e_j] @ x[r]
+        out[r]   = sum_j shares[r, j] * down[e_j] @ (activation(gate) * up)
+
+    x ``[n, hidden]``, experts int64 and shares ``[n, k]``, gate_up ``[count, 2 * width, hidden]``,
+    down ``[count, hidden, width]``. Shape and dtype of x.
+    """
+    out: torch.Tensor = onnx_ops.symbolic(
+        f"{OWN_DOMAIN}::{ROUTED_EXPERTS}",
+        [x, experts, shares, gate_up, down],
+        attrs={"activation": activation},
+        dtype=x.dtype,
+        shape=x.shape,
+        version=1,
+    )
+    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -18,10 +18,19 @@ Part = Literal["values", "scales", "zeros"]
 
 @dataclass(frozen=True)
 class WeightRef:
-    """A checkpoint tensor: whose checkpoint, and its name in the model class's state dict."""
+    """A checkpoint tensor: whose checkpoint, and its name in the model class's state dict.
+
+    ``index``: only that entry of its first axis, one expert's matrix of all experts'.
+    """
 
     origin: Origin
     name: str
+    index: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the index behind it where there is one."""
+        return self.name if self.index is None else f"{self.name}.{self.index}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specgraphs import latent, ops, patches
+from specgraphs import experts, latent, ops, patches
 from specgraphs.engine_graph import Module, Origin
 from specrun import contract
 from specrun.contract import KvLayer, Part
@@ -54,6 +54,7 @@ def build_fake(
     from accelerate import init_empty_weights
 
     patches.register_attention()
+    experts.register()
     dtype = TORCH_DTYPES[precision]
     config = _private_copy(config)
     with init_empty_weights(include_buffers=False):
@@ -70,7 +71,7 @@ def as_fake(model: Any, mode: FakeTensorMode) -> FakeModel:
     Parameters that are fake already, as they belong to another model too, stay as they are.
     """
     if hasattr(model, "set_experts_implementation") and _has_experts(model):
-        model.set_experts_implementation("batched_mm")
+        model.set_experts_implementation(experts.IMPLEMENTATION)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     _fake_parameters(model, mode)
     patches.patch_norms(model)
