@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specexport.errors import WeightsError
+from specexport.integers import BlockForm, BlockParts
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -35,6 +36,19 @@ class StoredTensor(Protocol):
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows ``start <= row < stop`` as ``[stop - start, *shape[1:]]``, owned by the caller."""
+        ...
+
+
+@runtime_checkable
+class InIntegers(Protocol):
+    """What a stored tensor offers besides, if the file may have it in integers with scales."""
+
+    def form(self) -> BlockForm | None:
+        """In which integers; None for floats and for what has no such form."""
+        ...
+
+    def blocks(self, start: int, stop: int) -> BlockParts:
+        """Rows ``start <= row < stop`` in blocks, bit for bit; only where the form has a size."""
         ...
 
 
@@ -82,6 +96,29 @@ class MergedExperts:
                 out[index, row : row + part.shape[0]] = part.rows(0, part.shape[0])
                 row += part.shape[0]
         return out
+
+    def form(self) -> BlockForm | None:
+        """That of every matrix of every expert; where they differ, one that no block fits."""
+        forms = {_form(part) for parts in self.experts for part in parts}
+        if len(forms) == 1:
+            return forms.pop()
+        bits = max(form.bits for form in forms if form is not None)
+        return BlockForm(bits, None, "experts that are stored in different ways")
+
+    def blocks(self, start: int, stop: int) -> BlockParts:
+        """Experts ``start <= e < stop``, the rows of all one below the other."""
+        pieces = [
+            part.blocks(0, part.shape[0])
+            for parts in self.experts[start:stop]
+            for part in parts
+            if isinstance(part, InIntegers)
+        ]
+        zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+        return BlockParts(
+            np.concatenate([piece.values for piece in pieces]),
+            np.concatenate([piece.scales for piece in pieces]),
+            np.concatenate(zeros) if zeros else None,
+        )
 
 
 class Weights:
@@ -158,18 +195,31 @@ class Weights:
     def chunks(self, name: str, max_bytes: int) -> Iterator[Array]:
         """The tensor in order, in arrays of at most ``max_bytes`` bytes but at least one row."""
         tensor = self._tensor(name)
-        count = tensor.shape[0] if tensor.shape else 1
-        row_bytes = prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        step = max(1, max_bytes // max(1, row_bytes))
-        for start in range(0, count, step):
-            yield tensor.rows(start, min(start + step, count))
+        for start, stop in _spans(tensor, max_bytes):
+            yield tensor.rows(start, stop)
+
+    def form(self, name: str) -> BlockForm | None:
+        """In which integers the file has the tensor; None for floats and other forms."""
+        return _form(self._tensor(name))
+
+    def block_chunks(self, name: str, max_bytes: int) -> Iterator[BlockParts]:
+        """The integers and scales of the file in order, in the pieces that ``chunks`` gives.
+
+        Raises WeightsError where the form of the tensor has no size.
+        """
+        tensor = self._tensor(name)
+        form = _form(tensor)
+        if not isinstance(tensor, InIntegers) or form is None or form.size is None:
+            raise WeightsError(f"{name}: is not stored in blocks")
+        for start, stop in _spans(tensor, max_bytes):
+            yield tensor.blocks(start, stop)
 
     def check_complete(self, expected: Mapping[str, Shape]) -> None:
         """Raises WeightsError naming the tensors that are missing or not of the expected shape."""
         missing = [name for name in expected if name not in self]
         if missing:
             raise WeightsError(
-                f"the checkpoint lacks {_listed(missing)}",
+                f"the checkpoint lacks {listed(missing)}",
                 hint="download it again, or check that config.json belongs to these weights",
             )
         wrong = [
@@ -179,7 +229,7 @@ class Weights:
         ]
         if wrong:
             raise WeightsError(
-                f"the weights do not fit their config: {_listed(wrong)}",
+                f"the weights do not fit their config: {listed(wrong)}",
                 hint="config.json and the weights must come from the same checkpoint",
             )
 
@@ -190,7 +240,20 @@ class Weights:
             raise WeightsError(f"{name}: no such tensor in the checkpoint") from None
 
 
-def _listed(items: list[str], limit: int = 5) -> str:
+def _form(tensor: StoredTensor) -> BlockForm | None:
+    return tensor.form() if isinstance(tensor, InIntegers) else None
+
+
+def _spans(tensor: StoredTensor, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that together are the tensor, of at most ``max_bytes`` or one row."""
+    count = tensor.shape[0] if tensor.shape else 1
+    row_bytes = prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    step = max(1, max_bytes // max(1, row_bytes))
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def listed(items: list[str], limit: int = 5) -> str:
     """The first few items and how many more there are."""
     rest = len(items) - limit
     return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
