@@ -165,6 +165,8 @@ class GgufTensor:
         """Rows ``start <= row < stop`` in the order of the model; a vector is unpacked whole."""
         if len(self.shape) < 2:
             return self._processed(self._unpacked(self._raw(0, 1)).reshape(self.shape))[start:stop]
+        if start == stop:  # which the unpacking does not take
+            return np.empty((0, *self.shape[1:]), np.float32)
         values = self._unpacked(self._raw(start, stop)).reshape(stop - start, *self.shape[1:])
         return values if self._order is not None else self._processed(values)
 

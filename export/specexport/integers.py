@@ -81,4 +81,4 @@ def pack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def unpack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two values of 4 bits from each byte along the last axis, the low half first."""
     halves = [values & np.uint8(15), values >> np.uint8(4)]
-    return np.stack(halves, axis=-1).reshape(*values.shape[:-1], -1)
+    return np.stack(halves, axis=-1).reshape(*values.shape[:-1], 2 * values.shape[-1])

@@ -350,7 +350,8 @@ class Awq(_Transposed):
 
     def ordered(self, values: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """``[..., values]``, unpacked, in the order of the outputs."""
-        words = values.reshape(*values.shape[:-1], -1, len(AWQ_PLACES))
+        per_word = len(AWQ_PLACES)
+        words = values.reshape(*values.shape[:-1], values.shape[-1] // per_word, per_word)
         return words[..., AWQ_PLACES].reshape(values.shape)
 
 
