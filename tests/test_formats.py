@@ -255,6 +255,9 @@ class Arrays:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.arrays[self.canonical(name)].shape
 
+    def form(self, name: str) -> None:
+        """Floats."""
+
     def chunks(self, name: str, size: int) -> Iterator[Array]:
         """In pieces of one row of the first axis, as little as a large tensor may come in."""
         array = self.arrays[self.canonical(name)]

@@ -134,7 +134,11 @@ def check_equals_reference(source: Source) -> None:
         if value.ndim:
             chunks = list(weights.chunks(name, 200))
             assert all(len(chunk) == 1 or chunk.nbytes <= 200 for chunk in chunks)
-            np.testing.assert_array_equal(np.concatenate(chunks), value)
+            rows = value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value
+            np.testing.assert_array_equal(np.concatenate(chunks), rows)
+        if value.ndim == 3:
+            one = np.concatenate(list(weights.chunks(name, 200, 1)))
+            np.testing.assert_array_equal(one, value[1])
 
 
 @pytest.mark.parametrize(

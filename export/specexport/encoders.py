@@ -11,19 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specexport.integers import BlockParts, pack, unpack
 from specgraphs.rotation import rotated
 
 SHRINKS = 8  # candidates for the range of a block, from the whole of it down to LEAST_RANGE
 LEAST_RANGE = 0.72
 QMAX = 127.0
-
-
-class BlockParts(NamedTuple):
-    """See :class:`specgraphs.recipes.Blocks`; ``zeros`` is None in 8 bits."""
-
-    values: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.uint8] | None
 
 
 class ColumnParts(NamedTuple):
@@ -62,17 +55,17 @@ def blocks(
         weights = _padded(mean[None], count * size, 0.0).view(1, count, size)
     scale, zero, q = _search(blocked, weights, (1 << bits) - 1)
     return BlockParts(
-        _pack(q.to(torch.uint8).numpy()), _array(scale), _pack(zero.to(torch.uint8).numpy())
+        pack(q.to(torch.uint8).numpy()), _array(scale), pack(zero.to(torch.uint8).numpy())
     )
 
 
 def decoded_blocks(parts: BlockParts, bits: int, columns: int) -> NDArray[np.float32]:
     """What :func:`blocks` stands for, float32 ``[rows, columns]``."""
     rows, count = parts.scales.shape
-    values = _unpack(parts.values) if bits == 4 else parts.values
+    values = unpack(parts.values) if bits == 4 else parts.values
     zeros: Any = 128.0
     if parts.zeros is not None:
-        zeros = _unpack(parts.zeros)[:, :count, None].astype(np.float32)
+        zeros = unpack(parts.zeros)[:, :count, None].astype(np.float32)
     whole = (values.astype(np.float32) - zeros) * parts.scales[..., None]
     return np.ascontiguousarray(whole.reshape(rows, -1)[:, :columns])
 
@@ -131,16 +124,3 @@ def _divided(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _array(value: torch.Tensor) -> NDArray[np.float32]:
     return np.ascontiguousarray(value.numpy())
-
-
-def _pack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Two 4-bit values to a byte along the last axis, the first in the low half."""
-    if values.shape[-1] % 2:
-        values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
-    packed: NDArray[np.uint8] = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
-    return np.ascontiguousarray(packed)
-
-
-def _unpack(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    halves = [values & np.uint8(15), values >> np.uint8(4)]
-    return np.stack(halves, axis=-1).reshape(*values.shape[:-1], -1)

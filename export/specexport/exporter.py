@@ -152,7 +152,7 @@ def export(
         made = _write(target, chosen, drafting, partial, settings, plan, report)
         if judged is not None:
             made = replace(made, quality=quality.measure(partial, made, judged, report))
-        made = replace(made, notes=notes)
+        made = replace(made, notes=notes + made.notes)
         if seen is not None:
             made = replace(made, parity=_compare(partial, made, drafting, seen, report))
         else:
@@ -329,7 +329,7 @@ def _write(
         versions=_versions(),
         parity=None,
         quality=None,
-        notes=(),
+        notes=quantization.notes(graphs.values(), sources),
     )
 
 
@@ -339,7 +339,7 @@ def _plan(
     """Formats of the weights, and what fp32 says of the text that they will be judged by."""
     judge = judge and precisions.of_target != {"fp32"}
     model = scope = None
-    if judge or precisions.needs_calibration:
+    if judge or quantization.calibrates(target, precisions):
         import torch
 
         report("calibrate", 0, 2)

@@ -2,7 +2,7 @@
 
 What the file stores differs from what the model has: names, the order of the rows of Llama's query
 and key projections, norms with one added. transformers knows the differences per architecture, and
-its own functions undo them here too, on pieces where they work on pieces.
+its own functions undo them here too, on pieces: where they move rows, they say in what order.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import contextlib
 import copy
 import io
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specexport.errors import SourceError, WeightsError
 from specexport.gguf_header import Header, TensorEntry
+from specexport.integers import BlockForm, BlockParts, Integers, as_blocks
 from specexport.naming import expected_shapes, tied_aliases
 from specexport.weights import Array, Shape, StoredTensor, Weights
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 # general.architecture -> model_type. Others load in transformers with parts of their configuration
 # left at defaults (Gemma 4: layer types, shared KV layers), which silently gives another model.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+# Types whose blocks an engine has too, with their bits, and the columns of such a block.
+_BITS = {"Q8_0": 8, "Q4_0": 4}
+_BLOCK = 32
 
 
 def load_config(path: Path, header: Header) -> Any:
@@ -157,40 +162,79 @@ class GgufTensor:
         return str(GGMLQuantizationType(self.entry.kind).name)
 
     def rows(self, start: int, stop: int) -> Array:
-        """Rows ``start <= row < stop`` in the order of the model.
+        """Rows ``start <= row < stop`` in the order of the model; a vector is unpacked whole."""
+        if len(self.shape) < 2:
+            return self._processed(self._unpacked(self._raw(0, 1)).reshape(self.shape))[start:stop]
+        if start == stop:  # which the unpacking does not take
+            return np.empty((0, *self.shape[1:]), np.float32)
+        values = self._unpacked(self._raw(start, stop)).reshape(stop - start, *self.shape[1:])
+        return values if self._order is not None else self._processed(values)
 
-        Llama's query and key projections and vectors are unpacked whole for it: the first because
-        undoing the file's order moves rows, the second because they have none. Both are small.
-        """
-        if len(self.shape) < 2 or _moves_rows(self.processor, self.entry.name):
-            return self._unpacked(0, prod(self.shape[:1]))[start:stop].copy()
-        return self._unpacked(start, stop)
+    def form(self) -> BlockForm | None:
+        """Q8_0 and Q4_0, whose blocks an engine can have; None for every other type."""
+        if len(self.shape) != 2 or self.stored not in _BITS or not self._keeps_values:
+            return None
+        return BlockForm(_BITS[self.stored], _BLOCK)
 
-    def _unpacked(self, start: int, stop: int) -> Array:
+    def blocks(self, start: int, stop: int) -> BlockParts:
+        """Rows ``start <= row < stop`` in the order of the model, bit for bit."""
+        bits = _BITS[self.stored]
+        return as_blocks(_integers(self._raw(start, stop), bits), bits, _BLOCK)
+
+    @cached_property
+    def _moved(self) -> NDArray[np.float64]:
+        """What transformers makes of a matrix whose rows hold their own number."""
+        numbers = np.arange(self.shape[0], dtype=np.float64)[:, None]
+        moved = self.processor.process(weights=numbers, name=self.entry.name).weights
+        return np.asarray(moved, np.float64).reshape(-1)
+
+    @property
+    def _keeps_values(self) -> bool:
+        return np.array_equal(np.sort(self._moved), np.arange(self.shape[0]))
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64] | None:
+        """Row of the file for each row of the model, where transformers moves whole rows."""
+        if not self._keeps_values or np.array_equal(self._moved, np.arange(self.shape[0])):
+            return None
+        return self._moved.astype(np.int64)
+
+    def _raw(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Bytes ``[stop - start, bytes of a row]`` of rows in the order of the model."""
+        stored_rows = self.shape[0] if len(self.shape) > 1 else 1
+        width = self.entry.nbytes // stored_rows
+        if len(self.shape) > 1 and self._order is not None:
+            shape = (stored_rows, width)
+            whole = np.memmap(self.path, np.uint8, "r", self.entry.offset, shape)
+            return np.asarray(whole[self._order[start:stop]])
+        offset = self.entry.offset + start * width
+        raw = np.fromfile(self.path, np.uint8, (stop - start) * width, offset=offset)
+        return raw.reshape(stop - start, width)
+
+    def _unpacked(self, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        stored_rows = self.shape[0] if len(self.shape) > 1 else 1
-        rows = stop - start if len(self.shape) > 1 else 1
-        row_bytes = self.entry.nbytes // stored_rows
-        raw = np.fromfile(
-            self.path,
-            dtype=np.uint8,
-            count=rows * row_bytes,
-            offset=self.entry.offset + start * row_bytes,
-        )
-        values = dequantize(raw.reshape(rows, row_bytes), GGMLQuantizationType(self.entry.kind))
-        values = values.reshape(stop - start, *self.shape[1:])
+        values = dequantize(raw, GGMLQuantizationType(self.entry.kind))
+        return np.ascontiguousarray(values, np.float32)
+
+    def _processed(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         undone = self.processor.process(weights=values, name=self.entry.name).weights
         return np.ascontiguousarray(undone, np.float32)
 
 
-def _moves_rows(processor: Any, name: str) -> bool:
-    """True where ``processor`` moves rows; elsewhere it works element by element."""
-    from transformers import modeling_gguf_pytorch_utils as loader
+def _integers(raw: NDArray[np.uint8], bits: int) -> Integers:
+    """Rows of Q8_0 or Q4_0: per block of 32 columns an fp16 scale, then the integers.
 
-    if type(processor) in (loader.TensorProcessor, loader.Gemma2TensorProcessor):
-        return False
-    return type(processor) is not loader.LlamaTensorProcessor or any(
-        part in name for part in (".attn_q.", ".attn_k.")
-    )
+    Q8_0 has them signed. Q4_0 has the first 16 in the low halves of its bytes and the others in
+    the high halves, all of them 8 too high.
+    """
+    blocks = raw.reshape(len(raw), -1, 2 + _BLOCK * bits // 8)
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0].astype(np.float32)
+    packed = blocks[..., 2:]
+    if bits == 8:
+        values = packed ^ np.uint8(128)  # of a signed byte, 128 more
+    else:
+        values = np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+    zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
+    return Integers(values.reshape(len(raw), -1), scales, zeros)

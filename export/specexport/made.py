@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from specexport import encoders
 from specexport.datafile import CHUNK_BYTES, DataFile, Range
+from specexport.integers import BlockForm, BlockParts
 from specexport.weights import Weights
 from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
 
@@ -37,6 +38,24 @@ class Sources:
     def rows(self, ref: WeightRef) -> Iterator[NDArray[Any]]:
         """The tensor in pieces of whole rows; see :meth:`specexport.weights.Weights.chunks`."""
         return self.weights[ref.origin].chunks(ref.name, CHUNK_BYTES, ref.index)
+
+    def form(self, ref: WeightRef) -> BlockForm | None:
+        """In which integers the checkpoint has the tensor; None for floats."""
+        return self.weights[ref.origin].form(ref.name)
+
+    def blocks(self, ref: WeightRef, bits: int, size: int) -> Iterator[BlockParts]:
+        """The tensor in blocks: as they are stored where they are these, else encoded."""
+        if is_stored_so(self.form(ref), bits, size):
+            yield from self.weights[ref.origin].block_chunks(ref.name, CHUNK_BYTES, ref.index)
+            return
+        importance = self.importance.get(self.canonical(ref))
+        for chunk in self.rows(ref):
+            yield encoders.blocks(chunk, bits, size, importance)
+
+
+def is_stored_so(form: BlockForm | None, bits: int, size: int) -> bool:
+    """Whether blocks of ``bits`` and ``size`` columns are those of the checkpoint."""
+    return form is not None and (form.bits, form.size) == (bits, size)
 
 
 def key(made: Made, sources: Sources) -> tuple[str, str]:
@@ -91,12 +110,10 @@ def _write_blocks(recipe: Blocks, data: DataFile, sources: Sources) -> None:
     }
     row = 0
     for ref in recipe.sources:
-        importance = sources.importance.get(sources.canonical(ref))
-        for chunk in sources.rows(ref):
-            encoded = encoders.blocks(chunk, recipe.bits, recipe.size, importance)
+        for encoded in sources.blocks(ref, recipe.bits, recipe.size):
             for part, (_, width) in parts.items():
                 data.fill(places[part], row * width, getattr(encoded, part))
-            row += len(chunk)
+            row += len(encoded.scales)
 
 
 def _write_columns(recipe: Columns, data: DataFile, sources: Sources) -> None:

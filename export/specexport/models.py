@@ -9,6 +9,7 @@ from specexport.sources import Source
 from specexport.weights import Weights
 
 WHOLE = "whole model"
+DEQUANTIZED = "whole model, its weights dequantized by the export"
 STREAMED = "whole model, weights streamed module by module"
 
 
@@ -16,15 +17,17 @@ def load(source: Source, memory: int, dtype: Any) -> tuple[Any, str]:
     """transformers' model of ``source``, and how it is run: whole, or streamed where it takes more
     than ``memory`` bytes."""
     if source.weights.total_nbytes <= memory:
-        return source.load_reference(dtype), WHOLE
+        scope = WHOLE if source.scheme is None else DEQUANTIZED
+        return source.load_reference(dtype), scope
     return streamed.load(source), STREAMED
 
 
 def load_mtp(source: Source, own: Weights, target: Any, memory: int, dtype: Any) -> tuple[Any, str]:
     """transformers' MtpModel around ``target``, its model of ``source``, likewise.
 
-    ``own``: the weights of the layers, which decide whether they are streamed.
+    ``own``: the weights of the layers, which decide whether they are streamed; dequantized ones
+    always are.
     """
-    if own.total_nbytes <= memory:
+    if own.total_nbytes <= memory and source.scheme is None:
         return mtp_weights.load_reference(source, target, dtype), WHOLE
     return streamed.load_mtp(target, own), STREAMED

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from specexport import naming
 from specexport.errors import WeightsError
-from specexport.safetensors_files import read_folder
 from specexport.sources import Source, quiet
 from specexport.weights import Shape, Weights
 
@@ -35,7 +34,7 @@ def read(source: Source) -> Weights | None:
     count = int(source.config.num_hidden_layers)
     stored = {
         name: tensor
-        for name, tensor in read_folder(source.path).items()
+        for name, tensor in source.stored_tensors().items()
         if is_mtp(naming.text_name(name), count)
     }
     if not stored:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport import calibration, texts
-from specexport.calibration import Choice
-from specexport.made import Importance, Sources
+from specexport import calibration, naming, texts
+from specexport.calibration import Choice, Layers
+from specexport.integers import BlockForm
+from specexport.made import Importance, Sources, is_stored_so
 from specexport.parts.base import TARGET_ENGINES, Settings
 from specexport.sources import Source
+from specexport.weights import Weights, listed
 from specgraphs.formats import (
     ACCURACY_LEVEL,
     HEAD,
@@ -21,11 +23,14 @@ from specgraphs.formats import (
     Formats,
     LinearFormat,
 )
-from specgraphs.recipes import Stacked, WeightRef
+from specgraphs.recipes import Blocks, Stacked, WeightRef
 from specrun.manifest import Precision, WeightFormats
 
 if TYPE_CHECKING:
     from specgraphs.engine_graph import EngineGraph
+
+KEPT = "as the checkpoint has them"
+REQUANTIZED = "therefore dequantized and quantized again"
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,58 @@ def careful(precision: Precision) -> Precision:
     return "int8" if precision == "int4" else precision
 
 
+def calibrates(target: Source, precisions: Precisions) -> bool:
+    """Whether a format or an encoding depends on what layers are fed: not where all of them are
+    taken as the checkpoint has them."""
+    if not precisions.needs_calibration or "w8a8" in precisions.of_target:
+        return precisions.needs_calibration
+    import torch
+
+    formats = _of_target(target, precisions, {})
+    model = naming.meta_model(*target.class_and_config())
+    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return any(_in_int4(formats, f"{name}.weight") for name in linear)
+
+
+def _in_int4(formats: Formats, name: str) -> bool:
+    """Whether a linear layer is encoded in 4-bit blocks, from floats."""
+    found = _linear(formats, name)
+    return found.kind == "blocks" and found.bits == 4 and not formats.is_stored(name, found)
+
+
+def _of_target(
+    target: Source, precisions: Precisions, chosen: Mapping[str, LinearFormat]
+) -> Formats:
+    return Formats(
+        precisions.target,
+        precisions.head,
+        precisions.embedding,
+        precisions.block_size,
+        chosen,
+        _stored(target.weights),
+    )
+
+
+def _stored(weights: Weights) -> dict[str, tuple[int, int]]:
+    """Name -> bits and columns of the blocks that the checkpoint has a tensor in."""
+    forms = {name: weights.form(name) for name in weights.names()}
+    return {n: (form.bits, form.size) for n, form in forms.items() if form and form.size}
+
+
+def _linear(formats: Formats, name: str) -> LinearFormat:
+    return formats.linear(name, head=bool(HEAD.search(name)))
+
+
+def _to_encode(layers: Sequence[Layers], formats: Formats) -> list[Layers]:
+    """``layers`` without those whose integers are taken as they are."""
+
+    def encoded(name: str) -> bool:
+        return not formats.is_stored(name, _linear(formats, name))
+
+    left = [replace(group, names=tuple(filter(encoded, group.names))) for group in layers]
+    return [group for group in left if group.names]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Formats of the target's weights and of those that drafters bring, and what chose them."""
@@ -89,16 +146,18 @@ def plan(
     precisions: Precisions,
     report: Callable[[str, int, int], None],
 ) -> Plan:
-    """Calibrate where a precision of the target needs it; ``model`` is None where none does."""
+    """Formats of all weights. ``model``: transformers' of the target, None where it is not needed,
+    see ``calibrates``."""
     drafter = precisions.drafter
     of_drafters = Formats(drafter, careful(drafter), careful(drafter), precisions.block_size)
     found: dict[str, LinearFormat] = {}
     choices: tuple[Choice, ...] = ()
     importance: dict[WeightRef, NDArray[np.float32]] = {}
-    if precisions.needs_calibration:
+    if model is not None and calibrates(target, precisions):
         report("calibrate", 0, 2)
         tokens = texts.tokens(target, texts.CALIBRATION)
-        layers = calibration.observe(target, model, tokens)
+        formats = _of_target(target, precisions, {})
+        layers = _to_encode(calibration.observe(target, model, tokens), formats)
         report("calibrate", 1, 2)
         if "int4" in precisions.of_target:
             for name, columns in calibration.importance(layers).items():
@@ -112,14 +171,7 @@ def plan(
         for name, chosen in calibration.formats(choices).items():
             found[name] = found[target.weights.canonical(name)] = chosen
         report("calibrate", 2, 2)
-    formats = Formats(
-        precisions.target,
-        precisions.head,
-        precisions.embedding,
-        precisions.block_size,
-        found,
-    )
-    return Plan(formats, of_drafters, choices, importance)
+    return Plan(_of_target(target, precisions, found), of_drafters, choices, importance)
 
 
 def _in_rows(names: tuple[str, ...], precisions: Precisions) -> bool:
@@ -133,7 +185,12 @@ def apply(
     """Put every graph's weights into their formats; what the manifest says of each engine."""
     from specgraphs import apply_formats, experts, packed_attention
 
-    by_origin = dict.fromkeys(sources.weights, made.drafter) | {"target": made.target}
+    by_origin = {
+        origin: made.target
+        if origin == "target"
+        else replace(made.drafter, stored=_stored(weights))
+        for origin, weights in sources.weights.items()
+    }
     for graph in graphs.values():
         experts.expand(graph, by_origin)
     heads = apply_formats.heads(graphs.values(), by_origin)
@@ -141,6 +198,29 @@ def apply(
         apply_formats.apply(graph, by_origin, heads)
         packed_attention.apply(graph, settings.max_context)
     return {name: _described(name, graph, made) for name, graph in graphs.items()}
+
+
+def notes(graphs: Iterable[EngineGraph], sources: Sources) -> tuple[str, ...]:
+    """What became of weights that the checkpoints have in integers already."""
+    kept: dict[str, set[str]] = {}
+    lost: dict[str, set[str]] = {}
+    for recipe in {part.recipe for graph in graphs for part in graph.made.values()}:
+        for ref in map(sources.canonical, recipe.sources):
+            form = sources.form(ref)
+            if form is None or isinstance(recipe, Stacked):
+                continue
+            if isinstance(recipe, Blocks) and is_stored_so(form, recipe.bits, recipe.size):
+                kept.setdefault(f"{ref.origin}: {_in_blocks(form)}", set()).add(ref.name)
+            else:
+                reason = form.obstacle or f"stored with {_in_blocks(form)}"
+                lost.setdefault(f"{ref.origin}: {reason}", set()).add(ref.name)
+    said = [f"{what}, {KEPT}: {len(names)} weights" for what, names in kept.items()]
+    said += [f"{why}, {REQUANTIZED}: {listed(sorted(names))}" for why, names in lost.items()]
+    return tuple(sorted(said))
+
+
+def _in_blocks(form: BlockForm) -> str:
+    return f"{form.bits} bits in blocks of {form.size}"
 
 
 def _described(name: str, graph: EngineGraph, made: Plan) -> WeightFormats | None:

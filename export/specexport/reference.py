@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport.models import WHOLE, load
+from specexport.models import DEQUANTIZED, WHOLE, load
 from specexport.numbers import relative_error
 from specexport.parts.base import DrafterPart, TargetRun
 from specexport.sources import Source
@@ -87,7 +87,7 @@ def compute(
     generator = np.random.default_rng(SEED)
     tokens = generator.integers(0, target.config.vocab_size, total, dtype=np.int64)
     seen = _run(target, parts, tokens, cases, memory, torch.float32)
-    if precision == "fp32" or seen.scope != WHOLE:
+    if precision == "fp32" or seen.scope not in (WHOLE, DEQUANTIZED):
         return seen
     rounded = _run(target, parts, tokens, cases, memory, torch.float16)
     return replace(seen, noise=_noise(seen, rounded, parts))

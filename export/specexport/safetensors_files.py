@@ -21,6 +21,7 @@ from specexport.weights import Array, Shape
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+BAND_BYTES = 16 << 20  # of a matrix that is read by columns, mapped at a time
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 # Type in the file -> (how it lies there, what rows() returns).
@@ -63,10 +64,30 @@ class SafeTensor:
             count=(stop - start) * width,
             offset=self.offset + start * width * disk.itemsize,
         )
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        return self._widened(raw).reshape(shape)
+
+    def columns(self, start: int, stop: int) -> Array:
+        """Columns ``start <= column < stop`` of a matrix, ``[rows, stop - start]``.
+
+        Bands of rows are mapped one after the other: a column touches every page of the file, and
+        pages of a map that is gone are not held.
+        """
+        disk = np.dtype(self._types()[0])
+        rows, width = self.shape
+        raw = np.empty((rows, stop - start), disk)
+        step = max(1, BAND_BYTES // (width * disk.itemsize))
+        for row in range(0, rows, step):
+            end = min(row + step, rows)
+            offset = self.offset + row * width * disk.itemsize
+            band = np.memmap(self.path, disk, "r", offset, (end - row, width))
+            raw[row:end] = band[:, start:stop]
+        return self._widened(raw)
+
+    def _widened(self, raw: Array) -> Array:
         if self.stored == "BF16":
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
-        shape = (stop - start, *self.shape[1:]) if self.shape else ()
-        return raw.astype(self.dtype, copy=False).reshape(shape)
+        return raw.astype(self.dtype, copy=False)
 
     def matrix_rows(self, start: int, stop: int) -> Array:
         """Rows of the matrix ``[..., shape[-1]]``, for a tensor of more than two axes."""
@@ -103,11 +124,10 @@ def read_header(path: Path) -> dict[str, SafeTensor]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-        ends = [int(e["data_offsets"][1]) for n, e in header.items() if n != "__metadata__"]
-        if max(ends, default=0) + 8 + length > size:
-            raise ValueError(f"its data ends at byte {max(ends) + 8 + length}, the file at {size}")
         for name, tensor in tensors.items():
             begin, end = header[name]["data_offsets"]
+            if end + 8 + length > size:
+                raise ValueError(f"{name} ends at byte {end + 8 + length}, the file at {size}")
             known = _DTYPES.get(tensor.stored)
             if known and prod(tensor.shape) * np.dtype(known[0]).itemsize != end - begin:
                 raise ValueError(f"{name} has {end - begin} bytes for {list(tensor.shape)}")

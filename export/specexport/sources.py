@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexport import gguf_header, gguf_source, hub, naming, presets, tokenizer_files
+from specexport import gguf_header, gguf_source, hub, naming, prequantized, presets, tokenizer_files
 from specexport.errors import SourceError, WeightsError
+from specexport.prequantized import Scheme
 from specexport.safetensors_files import read_folder, weight_files
 from specexport.tokenizer_files import TokenizerInfo
-from specexport.weights import Weights
+from specexport.weights import StoredTensor, Weights
 from specgraphs import families
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+QUANTIZATION = "quantization_config"
 MULTIMODAL = ("gemma3", "gemma4", "gemma4_unified")  # of these the text model is exported
 TARGETS = families.TARGETS + MULTIMODAL
 ASSISTANTS = families.ASSISTANTS
@@ -47,7 +49,7 @@ class Source:
     the hub, None for local files. ``path``: the folder, or the GGUF file. ``config``: configuration
     of the text model. ``full_config``: of the whole checkpoint (the same, unless it is multimodal
     or an assistant). ``generation``: the content of generation_config.json, else the ids in the
-    configuration.
+    configuration. ``scheme``: how a folder's linear layers are stored in integers, None for floats.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Source:
     full_config: Any = field(repr=False)
     generation: dict[str, Any] = field(repr=False)
     weights: Weights = field(repr=False)
+    scheme: Scheme | None = None
 
     @property
     def model_type(self) -> str:
@@ -85,6 +88,10 @@ class Source:
         """Name -> shape of the state dict, for ``weights.check_complete``; takes no memory."""
         return naming.expected_shapes(naming.meta_model(*self.class_and_config()))
 
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        """The tensors of a folder by their names in it; quantized layers as one weight each."""
+        return _stored_tensors(self.path, self.scheme)
+
     def write_tokenizer(self, folder: Path) -> TokenizerInfo:
         """Write tokenizer.json and, if there is one, chat_template.jinja. Raises SourceError."""
         return tokenizer_files.write(self.path, folder)
@@ -93,12 +100,15 @@ class Source:
         """The transformers model with its weights, in eval mode; ``dtype`` is float32 if None.
 
         Loaded by transformers itself, not through ``weights``, so that comparing with it checks
-        them too. Raises WeightsError if transformers had to invent a tensor.
+        them too; only with a ``scheme``, which transformers needs other packages for, it is filled
+        from them. Raises WeightsError if transformers had to invent a tensor.
         """
         import torch
 
         cls, config = self.class_and_config()
         dtype = dtype or torch.float32
+        if self.scheme is not None:
+            return _filled(cls, config, self.weights, dtype)
         with quiet():
             if self.path.is_file():
                 loaded: Any = gguf_source.load_model(self.path, cls, config, dtype)
@@ -200,6 +210,7 @@ def _from_folder(folder: Path, name: str, revision: str | None) -> Source:
         )
     raw = _read_json(config_file)
     _check_supported(str(folder), raw)
+    scheme = _scheme(str(folder), raw)
     weight_files(folder)  # says what is wrong with the weights before anything slow
     full_config = _load_config(folder)
     config = _text_config(full_config)
@@ -210,8 +221,33 @@ def _from_folder(folder: Path, name: str, revision: str | None) -> Source:
         else _generation(full_config, config)
     )
     model = naming.meta_model(*_class_and_config(full_config, config))
-    weights = naming.map_weights(read_folder(folder), model)
-    return Source(name, revision, folder, config, full_config, generation, weights)
+    weights = naming.map_weights(_stored_tensors(folder, scheme), model)
+    return Source(name, revision, folder, config, full_config, generation, weights, scheme)
+
+
+def _stored_tensors(folder: Path, scheme: Scheme | None) -> dict[str, StoredTensor]:
+    stored = read_folder(folder)
+    return dict(stored) if scheme is None else prequantized.grouped(stored, scheme)
+
+
+def _filled(
+    cls: type[PreTrainedModel], config: Any, weights: Weights, dtype: torch.dtype
+) -> PreTrainedModel:
+    """transformers' model with ``weights`` in ``dtype``; tied ones are one tensor."""
+    import torch
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = cls(copy.deepcopy(config))
+    weights.check_complete(naming.expected_shapes(model))
+    state: dict[str, torch.Tensor] = {}
+    for name in sorted(weights.names(), key=lambda name: weights.alias(name) is not None):
+        same = state.get(weights.canonical(name))
+        value = torch.from_numpy(weights.read(name)) if same is None else same
+        state[name] = value.to(dtype) if value.is_floating_point() else value
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    return model.requires_grad_(False).eval()
 
 
 def _from_gguf(path: Path, name: str) -> Source:
@@ -234,9 +270,12 @@ def _load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # configurations check themselves and raise what they like
         raise SourceError(f"{folder / CONFIG}: {error}") from error
+    for part in (config, config.get_text_config()):
+        vars(part).pop(QUANTIZATION, None)  # what is traced is the model in floats
+    return config
 
 
 def _text_config(full_config: Any) -> Any:
@@ -257,12 +296,22 @@ def _check_supported(where: str, raw: dict[str, Any]) -> None:
             f"{where}: model type {model_type!r} is not supported",
             hint=f"supported: {', '.join(supported_model_types())}",
         )
-    if quantization := raw.get("quantization_config"):
-        method = dict(quantization).get("quant_method", "of an unnamed kind")
+
+
+def _scheme(where: str, raw: dict[str, Any]) -> Scheme | None:
+    """How the layers are stored in integers. Raises SourceError for a way that is not read."""
+    text = raw.get("text_config")
+    found = raw.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None)
+    if not found:
+        return None
+    try:
+        return prequantized.scheme(dict(found))
+    except prequantized.NotReadError as error:
         raise SourceError(
-            f"{where}: the checkpoint is quantized already ({method})",
-            hint="give the unquantized checkpoint; quantizing is part of the export",
-        )
+            f"{where}: the checkpoint is quantized already ({error})",
+            hint="give the unquantized checkpoint; quantizing is part of the export. Quantized ones"
+            f" are read in {prequantized.READ}",
+        ) from error
 
 
 def _generation(full_config: Any, config: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexport.errors import WeightsError
+from specexport.integers import BlockForm, BlockParts
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -39,11 +40,24 @@ class StoredTensor(Protocol):
 
 
 @runtime_checkable
-class Stack(StoredTensor, Protocol):
-    """A tensor of more than two axes that can be read in pieces of one entry of its first."""
+class Stack(Protocol):
+    """What a tensor of more than two axes offers besides: pieces of an entry of its first axis."""
 
     def matrix_rows(self, start: int, stop: int) -> Array:
         """Rows ``start <= row < stop`` of the matrix of its last axis."""
+        ...
+
+
+@runtime_checkable
+class InIntegers(Protocol):
+    """What a stored tensor offers besides, if the file may have it in integers with scales."""
+
+    def form(self) -> BlockForm | None:
+        """In which integers; None for floats and for what has no such form."""
+        ...
+
+    def blocks(self, start: int, stop: int) -> BlockParts:
+        """Rows of the matrix of its last axis, bit for bit; only where the form has a size."""
         ...
 
 
@@ -91,17 +105,46 @@ class MergedExperts:
     def matrix_rows(self, start: int, stop: int) -> Array:
         """Rows of all experts one below the other."""
         out = np.empty((stop - start, self.shape[-1]), self.dtype)
+        row = 0
+        for part, first, last in self._pieces(start, stop):
+            out[row : row + last - first] = part.rows(first, last)
+            row += last - first
+        return out
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, int, int]]:
+        """Matrices and the range of rows of each that rows ``start:stop`` of all are."""
         row = start
         while row < stop:
             expert, inside = divmod(row, self.shape[1])
             for part in self.experts[expert]:
                 if inside < part.shape[0]:
+                    last = min(part.shape[0], inside + stop - row)
+                    yield part, inside, last
+                    row += last - inside
                     break
                 inside -= part.shape[0]
-            count = min(part.shape[0] - inside, stop - row)
-            out[row - start : row - start + count] = part.rows(inside, inside + count)
-            row += count
-        return out
+
+    def form(self) -> BlockForm | None:
+        """That of every matrix of every expert; where they differ, one that no block fits."""
+        forms = {_form(part) for parts in self.experts for part in parts}
+        if len(forms) == 1:
+            return forms.pop()
+        bits = max(form.bits for form in forms if form is not None)
+        return BlockForm(bits, None, "experts that are stored in different ways")
+
+    def blocks(self, start: int, stop: int) -> BlockParts:
+        """Rows of all experts one below the other."""
+        pieces = [
+            part.blocks(first, last)
+            for part, first, last in self._pieces(start, stop)
+            if isinstance(part, InIntegers)
+        ]
+        zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+        return BlockParts(
+            np.concatenate([piece.values for piece in pieces]),
+            np.concatenate([piece.scales for piece in pieces]),
+            np.concatenate(zeros) if zeros else None,
+        )
 
 
 class Weights:
@@ -182,21 +225,33 @@ class Weights:
         ``index``: only that entry of the first axis.
         """
         tensor = self._tensor(name)
-        if len(tensor.shape) < 2:
-            yield tensor.rows(0, tensor.shape[0] if tensor.shape else 1)
-            return
-        inner = prod(tensor.shape[1:-1])
-        start, stop = (0, tensor.shape[0] * inner) if index is None else _piece(index, inner)
-        step = max(1, max_bytes // max(1, tensor.shape[-1] * tensor.dtype.itemsize))
-        for first in range(start, stop, step):
-            yield _matrix_rows(tensor, first, min(first + step, stop))
+        for start, stop in _spans(tensor, max_bytes, index):
+            yield _matrix_rows(tensor, start, stop)
+
+    def form(self, name: str) -> BlockForm | None:
+        """In which integers the file has the tensor; None for floats and other forms."""
+        return _form(self._tensor(name))
+
+    def block_chunks(
+        self, name: str, max_bytes: int, index: int | None = None
+    ) -> Iterator[BlockParts]:
+        """The integers and scales of the file in order, in the pieces that ``chunks`` gives.
+
+        Raises WeightsError where the form of the tensor has no size.
+        """
+        tensor = self._tensor(name)
+        form = _form(tensor)
+        if not isinstance(tensor, InIntegers) or form is None or form.size is None:
+            raise WeightsError(f"{name}: is not stored in blocks")
+        for start, stop in _spans(tensor, max_bytes, index):
+            yield tensor.blocks(start, stop)
 
     def check_complete(self, expected: Mapping[str, Shape]) -> None:
         """Raises WeightsError naming the tensors that are missing or not of the expected shape."""
         missing = [name for name in expected if name not in self]
         if missing:
             raise WeightsError(
-                f"the checkpoint lacks {_listed(missing)}",
+                f"the checkpoint lacks {listed(missing)}",
                 hint="download it again, or check that config.json belongs to these weights",
             )
         wrong = [
@@ -206,7 +261,7 @@ class Weights:
         ]
         if wrong:
             raise WeightsError(
-                f"the weights do not fit their config: {_listed(wrong)}",
+                f"the weights do not fit their config: {listed(wrong)}",
                 hint="config.json and the weights must come from the same checkpoint",
             )
 
@@ -217,14 +272,26 @@ class Weights:
             raise WeightsError(f"{name}: no such tensor in the checkpoint") from None
 
 
-def _piece(index: int, inner: int) -> tuple[int, int]:
-    """Rows of the matrix that entry ``index`` of the first axis has, where each has ``inner``."""
-    return index * inner, (index + 1) * inner
+def _form(tensor: StoredTensor) -> BlockForm | None:
+    return tensor.form() if isinstance(tensor, InIntegers) else None
+
+
+def _spans(tensor: StoredTensor, max_bytes: int, index: int | None) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of the matrix of the last axis, of at most ``max_bytes`` or one row.
+
+    ``index``: of that entry of the first axis only.
+    """
+    count, *rest = tensor.shape or (1,)
+    inner, columns = prod(rest[:-1]), rest[-1] if rest else 1
+    start, stop = (0, count * inner) if index is None else (index * inner, (index + 1) * inner)
+    step = max(1, max_bytes // max(1, columns * tensor.dtype.itemsize))
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
 
 
 def _matrix_rows(tensor: StoredTensor, start: int, stop: int) -> Array:
     """Rows of ``tensor`` as a matrix, whatever number of axes it has."""
-    if len(tensor.shape) == 2:
+    if len(tensor.shape) < 3:
         return tensor.rows(start, stop)
     if isinstance(tensor, Stack):
         return tensor.matrix_rows(start, stop)
@@ -234,7 +301,7 @@ def _matrix_rows(tensor: StoredTensor, start: int, stop: int) -> Array:
     return whole[start - first * inner : stop - first * inner]
 
 
-def _listed(items: list[str], limit: int = 5) -> str:
+def listed(items: list[str], limit: int = 5) -> str:
     """The first few items and how many more there are."""
     rest = len(items) - limit
     return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")

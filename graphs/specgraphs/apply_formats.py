@@ -59,7 +59,8 @@ def apply(graph: EngineGraph, formats: ByOrigin, heads: Heads) -> None:
         if as_head is not None and as_head.kind == "rows" and own.embedding == "w8a8":
             editor.replace_table_by_columns(node, ref, as_head)
         else:
-            editor.replace_table(node, ref, own.table(int(table.shape[-1])))  # type: ignore[arg-type]
+            columns = int(table.shape[-1])  # type: ignore[arg-type]
+            editor.replace_table(node, ref, own.table(ref.name, columns))
     editor.finish()
 
 

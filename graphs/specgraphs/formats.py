@@ -82,6 +82,8 @@ class Formats:
     """Which weight has which format. ``chosen``: by name, what calibration found for a layer.
 
     ``head`` and ``embedding``: of the output head and of every table that rows are looked up in.
+    ``stored``: by name, bits and block size of the blocks that the checkpoint has a weight in; it
+    stays in them where its precision has that many bits, whatever ``block_size`` is.
     """
 
     precision: Precision
@@ -89,6 +91,7 @@ class Formats:
     embedding: Precision
     block_size: int = DEFAULT_BLOCK_SIZE
     chosen: Mapping[str, LinearFormat] = field(default_factory=dict)
+    stored: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def linear(self, name: str, *, head: bool = False) -> LinearFormat:
         """Of the linear layer with the weight ``name``; ``head``: it gives the logits."""
@@ -96,11 +99,22 @@ class Formats:
             return self.chosen[name]
         if KEEP_FLOAT.search(name):
             return FLOAT
-        return of_precision(self.head if head else self.precision, self.block_size)
+        return self._of(name, self.head if head else self.precision)
 
-    def table(self, columns: int) -> LinearFormat:
-        """Of a table that rows of ``columns`` values are looked up in; w8a8 has int8 blocks."""
-        stored = "int8" if self.embedding == "w8a8" else self.embedding
-        found = of_precision(stored, self.block_size)
+    def is_stored(self, name: str, format: LinearFormat) -> bool:
+        """Whether ``format`` is the one that the checkpoint has the weight ``name`` in."""
+        blocks = (format.bits, format.block_size)
+        return format.kind == "blocks" and self.stored.get(name) == blocks
+
+    def _of(self, name: str, precision: Precision) -> LinearFormat:
+        found = of_precision(precision, self.block_size)
+        bits, size = self.stored.get(name, (0, 0))
+        same = found.kind == "blocks" and found.bits == bits
+        return LinearFormat("blocks", bits, size) if same else found
+
+    def table(self, name: str, columns: int) -> LinearFormat:
+        """Of the table ``name`` that rows of ``columns`` values are looked up in; w8a8 has int8
+        blocks."""
+        found = self._of(name, "int8" if self.embedding == "w8a8" else self.embedding)
         whole = columns % found.block_size == 0
         return found if found.kind == "blocks" and whole else FLOAT
