@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NO_DRAFTER = "none"
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 DEFAULT_BLOCK_SIZE = 32  # as in specgraphs.formats, which needs numpy
+DEFAULT_MEMORY_GB = 2.5  # as in specexport.exporter, which needs torch
 EXPORT_MODULES = (
     "torch",
     "transformers",
@@ -134,6 +135,15 @@ def _terminate(number: int, _: object) -> None:
     help="Most tokens that the MTP drafter can draft in a round.",
 )
 @click.option("--revision", help="Branch, tag or commit of a hub SOURCE.")
+@click.option(
+    "--memory",
+    "memory_gb",
+    type=float,
+    default=DEFAULT_MEMORY_GB,
+    show_default=True,
+    metavar="GB",
+    help="Memory that the export may take; more of it makes comparing faster.",
+)
 @click.option("--no-check", is_flag=True, help="Do not compare with transformers.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
@@ -147,6 +157,7 @@ def export(
     max_context: int | None,
     num_draft: int,
     revision: str | None,
+    memory_gb: float,
     no_check: bool,
     quiet: bool,
     as_json: bool,
@@ -176,6 +187,7 @@ def export(
         early_exit=early_exit,
         mtp_layers=mtp_layers,
         check=not no_check,
+        memory_gb=memory_gb,
     )
     target, drafting = _sources(source, drafters, revision)
     with bars(quiet=quiet or as_json) as progress:

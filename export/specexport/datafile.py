@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -97,17 +97,21 @@ class DataFile:
         if self._progress is not None:
             self._progress(array.nbytes)
 
-    @contextlib.contextmanager
-    def mapped(
-        self, place: Range, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> Iterator[NDArray[Any]]:
-        """``place`` as an array that is the file itself, for writing out of order."""
+    def fill_columns(self, place: Range, width: int, start: int, array: NDArray[Any]) -> None:
+        """Write ``array`` ``[rows, columns]`` of bytes transposed into ``place``.
+
+        ``place`` is a matrix ``[columns, width]``, of which this fills the columns from ``start``.
+        """
+        turned = np.ascontiguousarray(array.T)
+        if turned.shape[1] == width:
+            self.fill(place, 0, turned)
+            return
         self._file.flush()
-        array = np.memmap(self.path, dtype, "r+", place.offset, shape)
-        yield array
-        array.flush()
+        number = self._file.fileno()
+        for row, piece in enumerate(turned):
+            os.pwrite(number, piece.data, place.offset + row * width + start)
         if self._progress is not None:
-            self._progress(array.nbytes)
+            self._progress(turned.nbytes)
 
     def _align(self, length: int) -> int:
         """Pad the file up to where ``length`` bytes may begin; the place."""

@@ -44,7 +44,14 @@ AUTO: Literal["auto"] = "auto"
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 MIN_CONTEXT = 24  # the graphs are traced with an example of this order
 BLOCK = 5  # rows of a block to compare, where no drafter says how many it verifies
-MODEL_MEMORY_SHARE = 0.25  # of the free memory, for the transformers model or the engines
+DEFAULT_MEMORY_GB = 2.5
+BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2, "int8": 1.125, "w8a8": 1.125, "int4": 0.75}
+IN_BLOCKS = ("int8", "int4")  # a run on mapped weights unpacks all of them
+NOT_JUDGED = (
+    "perplexity was not measured, as that would take more memory: --memory {:.1f} or more does it"
+)
+PROCESS_BYTES = 1 << 30  # of Python, torch, a trace and chunks of weights
+MODEL_MEMORY_SHARE = 0.5  # at most this much of the free memory for a model or the engines
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,8 @@ class ExportOptions:
     ``num_draft``: most tokens that the MTP drafter can draft in a round. ``early_exit``: export
     the target in parts, so that its first so many layers can draft. ``mtp_layers``: export the MTP
     layers of the target's checkpoint (None: where it has any). ``check``: compare the written
-    engines with transformers before the folder appears.
+    engines with transformers before the folder appears. ``memory_gb``: that the export may take,
+    10^9 bytes; models that do not fit are read layer by layer, engines run on mapped weights.
     """
 
     precision: Precision | Literal["auto"] = "fp32"
@@ -71,6 +79,12 @@ class ExportOptions:
     early_exit: int | None = None
     mtp_layers: bool | None = None
     check: bool = True
+    memory_gb: float = DEFAULT_MEMORY_GB
+
+    @property
+    def model_memory(self) -> int:
+        """Bytes that transformers' model or the engines may take."""
+        return _memory_for_models(self.memory_gb)
 
     def __post_init__(self) -> None:
         self._check_precisions()
@@ -78,6 +92,11 @@ class ExportOptions:
             raise UsageError(f"num_draft: must be at least 1, got {self.num_draft}")
         if self.max_context is not None and self.max_context < 2:
             raise UsageError(f"max_context: must be at least 2, got {self.max_context}")
+        if not self.memory_gb * 1e9 > PROCESS_BYTES:
+            raise UsageError(
+                f"memory_gb: must be more than {PROCESS_BYTES / 1e9:.2f}, got {self.memory_gb:g}",
+                hint=f"give {DEFAULT_MEMORY_GB:g} or more",
+            )
         if self.early_exit is not None and self.early_exit < 1:
             raise UsageError(
                 f"early_exit: must be at least 1, got {self.early_exit}",
@@ -131,6 +150,7 @@ def export(
         precisions.target, precisions.drafter, _max_context(target, options), options.num_draft
     )
     chosen, drafting = parts.plan(target, _listed(drafters), options)
+    fits = _expected_bytes(target, precisions) <= options.model_memory
     for part in (chosen, *drafting):
         part.check()
     _check_generation(target)
@@ -143,18 +163,24 @@ def export(
             drafting,
             max_context=settings.max_context,
             block=options.num_draft + 1 if drafting else BLOCK,
-            memory=_memory_for_models(),
+            memory=options.model_memory,
             precision=settings.dtype,
+            few=not fits and precisions.target in IN_BLOCKS,
         )
         report("reference", 1, 1)
-    plan, judged = _plan(target, precisions, report, judge=options.check)
+    judge = options.check and precisions.of_target != {"fp32"}
+    if judge and not fits:
+        notes += (NOT_JUDGED.format(_expected_bytes(target, precisions) / 1e9 + 1.5),)
+    plan, judged = _plan(target, precisions, options.model_memory, report, judge=judge and fits)
     with folder.atomic(out) as partial:
         made = _write(target, chosen, drafting, partial, settings, plan, report)
         if judged is not None:
             made = replace(made, quality=quality.measure(partial, made, judged, report))
         made = replace(made, notes=notes + made.notes)
         if seen is not None:
-            made = replace(made, parity=_compare(partial, made, drafting, seen, report))
+            made = replace(
+                made, parity=_compare(partial, made, drafting, seen, report, mapped=not fits)
+            )
         else:
             parity.check_declared_io(partial, made)
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
@@ -181,6 +207,11 @@ def _precisions(
     return made, notes
 
 
+def _expected_bytes(target: Source, precisions: Precisions) -> int:
+    """About how many bytes the target's weights will take."""
+    return int(target.weights.total_nbytes / 4 * BYTES_PER_WEIGHT[precisions.target])
+
+
 def _silent(stage: str, done: int, total: int) -> None:
     pass
 
@@ -203,6 +234,8 @@ def recheck(
     _check_same(made, target)
     drafting = parts.of_folder(made, target, _listed(drafters))
     most = max((d.max_num_draft or 0 for d in made.drafters.values()), default=0)
+    weights = next(entry.size for entry in made.files if entry.path == DATA_FILE)
+    mapped = weights > _memory_for_models()
     seen = reference.compute(
         target,
         drafting,
@@ -210,8 +243,9 @@ def recheck(
         block=most + 1 if most else BLOCK,
         memory=_memory_for_models(),
         precision=activations(made.target_engine.precision),
+        few=mapped and made.target_engine.precision in IN_BLOCKS,
     )
-    return _compare(out, made, drafting, seen, report)
+    return _compare(out, made, drafting, seen, report, mapped=mapped)
 
 
 def check_itself(out: Path) -> float:
@@ -226,15 +260,16 @@ def _compare(
     drafting: Sequence[DrafterPart],
     seen: reference.Reference,
     report: Progress,
+    *,
+    mapped: bool,
 ) -> manifests.ParityReport:
-    weights = next(entry.size for entry in made.files if entry.path == DATA_FILE)
     return parity.check(
         folder,
         made,
         drafting,
         seen,
         threads=available_threads(),
-        mapped=weights > _memory_for_models(),
+        mapped=mapped,
         progress=lambda done, total: report("check", done, total),
     )
 
@@ -334,16 +369,15 @@ def _write(
 
 
 def _plan(
-    target: Source, precisions: Precisions, report: Progress, *, judge: bool
+    target: Source, precisions: Precisions, memory: int, report: Progress, *, judge: bool
 ) -> tuple[Plan, quality.Judged | None]:
     """Formats of the weights, and what fp32 says of the text that they will be judged by."""
-    judge = judge and precisions.of_target != {"fp32"}
     model = scope = None
     if judge or quantization.calibrates(target, precisions):
         import torch
 
         report("calibrate", 0, 2)
-        model, scope = models.load(target, _memory_for_models(), torch.float32)
+        model, scope = models.load(target, memory, torch.float32)
     judged = quality.reference(target, model, scope or "") if judge else None
     return quantization.plan(target, model, precisions, report), judged
 
@@ -427,9 +461,10 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _memory_for_models() -> int:
-    """Bytes that a comparison may take: a share of what can be allocated without swapping."""
-    return int(_available_memory() * MODEL_MEMORY_SHARE)
+def _memory_for_models(memory_gb: float = DEFAULT_MEMORY_GB) -> int:
+    """Bytes that a comparison may take, and no more than can be had without swapping."""
+    free = int(_available_memory() * MODEL_MEMORY_SHARE)
+    return min(int(memory_gb * 1e9) - PROCESS_BYTES, free)
 
 
 def _available_memory() -> int:

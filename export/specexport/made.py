@@ -48,7 +48,7 @@ class Sources:
         if is_stored_so(self.form(ref), bits, size):
             yield from self.weights[ref.origin].block_chunks(ref.name, CHUNK_BYTES, ref.index)
             return
-        importance = self.importance.get(self.canonical(ref))
+        importance = self.importance.get(replace(self.canonical(ref), index=None))
         for chunk in self.rows(ref):
             yield encoders.blocks(chunk, bits, size, importance)
 
@@ -121,13 +121,12 @@ def _write_columns(recipe: Columns, data: DataFile, sources: Sources) -> None:
     values = data.reserve((*key(Made(recipe, "values"), sources), "int8"), rows * columns)
     scales = data.reserve((*key(Made(recipe, "scales"), sources), "float32"), rows * 4)
     row = 0
-    with data.mapped(values, np.dtype(np.int8), (columns, rows)) as transposed:
-        for ref in recipe.sources:
-            for chunk in sources.rows(ref):
-                encoded = encoders.columns(chunk, recipe.smoothing, recipe.rotation)
-                transposed[:, row : row + len(chunk)] = encoded.values.T
-                data.fill(scales, row * 4, encoded.scales)
-                row += len(chunk)
+    for ref in recipe.sources:
+        for chunk in sources.rows(ref):
+            encoded = encoders.columns(chunk, recipe.smoothing, recipe.rotation)
+            data.fill_columns(values, rows, row, encoded.values)
+            data.fill(scales, row * 4, encoded.scales)
+            row += len(chunk)
 
 
 def _matrix(recipe: Recipe, sources: Sources) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,16 +120,6 @@ def _linear(formats: Formats, name: str) -> LinearFormat:
     return formats.linear(name, head=bool(HEAD.search(name)))
 
 
-def _to_encode(layers: Sequence[Layers], formats: Formats) -> list[Layers]:
-    """``layers`` without those whose integers are taken as they are."""
-
-    def encoded(name: str) -> bool:
-        return not formats.is_stored(name, _linear(formats, name))
-
-    left = [replace(group, names=tuple(filter(encoded, group.names))) for group in layers]
-    return [group for group in left if group.names]
-
-
 @dataclass(frozen=True)
 class Plan:
     """Formats of the target's weights and of those that drafters bring, and what chose them."""
@@ -150,28 +140,53 @@ def plan(
     see ``calibrates``."""
     drafter = precisions.drafter
     of_drafters = Formats(drafter, careful(drafter), careful(drafter), precisions.block_size)
+    if model is None or not calibrates(target, precisions):
+        return Plan(_of_target(target, precisions, {}), of_drafters)
+    report("calibrate", 0, 1)
+    chooser = _Chooser(target, precisions)
+    tokens = texts.tokens(target, texts.CALIBRATION)
+    calibration.observe(target, model, tokens, chooser.see)
+    choices = chooser.choices()
     found: dict[str, LinearFormat] = {}
-    choices: tuple[Choice, ...] = ()
-    importance: dict[WeightRef, NDArray[np.float32]] = {}
-    if model is not None and calibrates(target, precisions):
-        report("calibrate", 0, 2)
-        tokens = texts.tokens(target, texts.CALIBRATION)
-        formats = _of_target(target, precisions, {})
-        layers = _to_encode(calibration.observe(target, model, tokens), formats)
-        report("calibrate", 1, 2)
-        if "int4" in precisions.of_target:
-            for name, columns in calibration.importance(layers).items():
-                importance[WeightRef("target", target.weights.canonical(name))] = columns
-        if "w8a8" in precisions.of_target:
-            wanted = [group for group in layers if _in_rows(group.names, precisions)]
-            choices = tuple(calibration.choose_rows(wanted, target.weights))
-        if precisions.target == "int4":
-            found_layers = calibration.choose_blocks(layers, target.weights, precisions.block_size)
-            choices += tuple(found_layers)
-        for name, chosen in calibration.formats(choices).items():
-            found[name] = found[target.weights.canonical(name)] = chosen
-        report("calibrate", 2, 2)
-    return Plan(_of_target(target, precisions, found), of_drafters, choices, importance)
+    for name, chosen in calibration.formats(choices).items():
+        found[name] = found[target.weights.canonical(name)] = chosen
+    report("calibrate", 1, 1)
+    formats = _of_target(target, precisions, found)
+    return Plan(formats, of_drafters, choices, chooser.importance)
+
+
+class _Chooser:
+    """Chooses formats layer by layer, as a model runs, and keeps no input of any."""
+
+    def __init__(self, target: Source, precisions: Precisions) -> None:
+        self.target = target
+        self.precisions = precisions
+        self.importance: dict[WeightRef, NDArray[np.float32]] = {}
+        self._formats = _of_target(target, precisions, {})
+        self._choices: list[Choice] = []
+        self._budget = calibration.BlockBudget(target.weights, precisions.block_size)
+
+    def see(self, seen: Layers) -> None:
+        """Layers that belong together; those whose integers are taken as they are do not count."""
+        names = tuple(name for name in seen.names if self._is_encoded(name))
+        if not names:
+            return
+        layers = replace(seen, names=names)
+        if "int4" in self.precisions.of_target:
+            for name in names:
+                ref = WeightRef("target", self.target.weights.canonical(name))
+                self.importance[ref] = layers.importance
+        if _in_rows(names, self.precisions):
+            self._choices += calibration.choose_rows([layers], self.target.weights)
+        if self.precisions.target == "int4":
+            self._budget.see(layers)
+
+    def choices(self) -> tuple[Choice, ...]:
+        """What was chosen for which layers."""
+        return (*self._choices, *self._budget.choices())
+
+    def _is_encoded(self, name: str) -> bool:
+        return not self._formats.is_stored(name, _linear(self._formats, name))
 
 
 def _in_rows(names: tuple[str, ...], precisions: Precisions) -> bool:

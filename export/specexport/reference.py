@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,15 +52,16 @@ class Reference:
     noise: dict[str, float] = field(default_factory=dict)
 
 
-def plan_cases(config: Any, max_context: int, block: int) -> tuple[Case, ...]:
+def plan_cases(config: Any, max_context: int, block: int, *, few: bool = False) -> tuple[Case, ...]:
     """Several lengths, short ones, odd ones and one that crosses the sliding window.
 
-    Every length is prefilled and then continued by 1 and by ``block`` rows.
+    Every length is prefilled and then continued by 1 and by ``block`` rows. ``few``: one length,
+    for engines that take minutes for a run.
     """
     from specgraphs import families
 
-    lengths = [1, 2, 7, 33]
-    if (window := families.sliding_window(config)) is not None:
+    lengths = [33] if few else [1, 2, 7, 33]
+    if not few and (window := families.sliding_window(config)) is not None:
         lengths.append(window + 9)
     fitting = sorted({n for n in lengths if n + block <= max_context}) or [1]
     return tuple(case for n in fitting for case in (Case(0, n), Case(n, 1), Case(n, block)))
@@ -73,16 +75,17 @@ def compute(
     block: int,
     memory: int,
     precision: str = "fp32",
+    few: bool = False,
 ) -> Reference:
     """Run transformers over one seeded random sequence in fp32.
 
     ``memory``: bytes that the models may take; larger ones run with their weights streamed module
-    by module from the checkpoint. With ``precision="fp16"`` models that fit run in it too, so that
+    by module from the checkpoint. ``few``: see :func:`plan_cases`. With ``precision="fp16"`` models that fit run in it too, so that
     the engine is measured by what transformers itself loses.
     """
     import torch
 
-    cases = plan_cases(target.config, max_context, block)
+    cases = plan_cases(target.config, max_context, block, few=few)
     total = max(case.past_length + case.rows for case in cases)
     generator = np.random.default_rng(SEED)
     tokens = generator.integers(0, target.config.vocab_size, total, dtype=np.int64)
@@ -91,6 +94,19 @@ def compute(
         return seen
     rounded = _run(target, parts, tokens, cases, memory, torch.float16)
     return replace(seen, noise=_noise(seen, rounded, parts))
+
+
+@contextlib.contextmanager
+def _last_hidden(model: Any) -> Iterator[list[Any]]:
+    """Collects the hidden states behind the final norm, of each forward pass."""
+    seen: list[Any] = []
+    handle = model.model.register_forward_hook(
+        lambda module, args, output: seen.append(output.last_hidden_state)
+    )
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def _noise(exact: Reference, rounded: Reference, parts: Sequence[DrafterPart]) -> dict[str, float]:
@@ -119,14 +135,15 @@ def _run(
     for part in parts:
         asked |= part.forward_options
     model, scope = load(target, memory, dtype)
-    with torch.no_grad():
+    with torch.no_grad(), _last_hidden(model) as last:
         out = model(
             torch.from_numpy(tokens)[None],
             use_cache=False,
-            output_hidden_states=True,
             logits_to_keep=torch.tensor(positions),
             **asked,
         )
+        if out.hidden_states is None:  # not asked for: those of all layers take room
+            out.hidden_states = (last[0],)
         hidden = out.hidden_states[-1][0].float().numpy()
         logits = {p: out.logits[0, i].float().numpy() for i, p in enumerate(positions)}
         others: list[str] = []

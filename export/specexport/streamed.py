@@ -16,7 +16,7 @@ from specexport.datafile import CHUNK_BYTES
 from specexport.sources import Source
 from specexport.weights import Weights
 
-MODULE_BYTES = 1 << 30  # a linear layer larger than this goes over its rows in pieces
+LINEAR_BYTES = 256 << 20  # a linear layer larger than this goes over its rows in pieces
 
 
 def load(source: Source) -> Any:
@@ -53,8 +53,10 @@ def _attach(module: torch.nn.Module, path: str, weights: Weights) -> None:
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if isinstance(module, torch.nn.Embedding):
         _replace_forward(module, torch.nn.Embedding, _lookup(weights, f"{prefix}weight"))
-    elif isinstance(module, torch.nn.Linear) and _bytes(module) > MODULE_BYTES:
+    elif isinstance(module, torch.nn.Linear) and _bytes(module) > LINEAR_BYTES:
         module.forward = _row_pieces(weights, f"{prefix}weight")  # type: ignore[method-assign]
+    elif hasattr(module, "gate_up_proj"):
+        module.forward = _experts(module, weights, path)
     elif names and "." not in path:
         # The model itself looks at its heads and projections, so these stay.
         _fill(names, prefix, weights)(module, None)
@@ -103,6 +105,30 @@ def _lookup(weights: Weights, name: str) -> Any:
         unique, inverse = np.unique(ids.numpy(), return_inverse=True)
         rows = np.concatenate([weights.read_rows(name, int(i), int(i) + 1) for i in unique])
         return torch.from_numpy(rows).float()[torch.from_numpy(inverse).view(ids.shape)]
+
+    return forward
+
+
+def _experts(module: Any, weights: Weights, path: str) -> Any:
+    """Reads the matrices of one expert at a time, of those that are used.
+
+    As transformers' own loop (models/gemma4/modeling_gemma4.py, Gemma4TextExperts).
+    """
+    if module.has_bias or module.is_transposed or not module.is_concatenated:
+        raise TypeError(f"{type(module).__name__} are experts that are not known")
+
+    def matrix(name: str, expert: int) -> torch.Tensor:
+        pieces = list(weights.chunks(f"{path}.{name}", CHUNK_BYTES, expert))
+        return torch.from_numpy(np.concatenate(pieces)).float()
+
+    def forward(x: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in np.unique(experts.numpy()).tolist():
+            rows, place = torch.where(experts == expert)
+            gate, up = (x[rows] @ matrix("gate_up_proj", expert).T).chunk(2, dim=-1)
+            y = (module.act_fn(gate) * up) @ matrix("down_proj", expert).T
+            out.index_add_(0, rows, y * shares[rows, place, None])
+        return out
 
     return forward
 

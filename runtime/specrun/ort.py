@@ -66,6 +66,7 @@ def open_session(
     options = _session_options(threads, spin=spin)
     if mapped:
         options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_cpu_mem_arena = False  # which keeps what it ever took
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:

@@ -111,10 +111,15 @@ class Opened:
 
     def session(self, name: str) -> Any:
         """A session of the engine called ``name``, checked against the manifest."""
+        from specexport.bounded import engine_in_pieces
         from specrun.ort import open_session
 
         spec = self.manifest.engines[name]
-        return open_session(self.folder / spec.file, spec, threads=self.threads, mapped=self.mapped)
+        path = self.folder / spec.file
+        if not self.mapped:
+            return open_session(path, spec, threads=self.threads)
+        with engine_in_pieces(path) as in_pieces:
+            return open_session(in_pieces, spec, threads=self.threads, mapped=True)
 
 
 class TargetPart(Protocol):

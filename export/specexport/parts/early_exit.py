@@ -98,7 +98,7 @@ class EarlyExit:
 
     method: DraftMethod = "early-exit"
     weights: Mapping[str, Weights] = {}
-    forward_options: dict[str, Any] = {}  # noqa: RUF012
+    forward_options: dict[str, Any] = {"output_hidden_states": True}  # noqa: RUF012
 
     def __init__(self, target: Source, early_exit: int) -> None:
         self.target = target
