@@ -128,7 +128,7 @@ def export(
     report = progress or _silent
     precisions, notes = _precisions(target, options, report)
     settings = Settings(
-        precisions.target, precisions.drafter, _max_context(target, options), options.num_draft
+        precisions.target, precisions.drafter, context_limit(target, options), options.num_draft
     )
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     for part in (chosen, *drafting):
@@ -143,7 +143,7 @@ def export(
             drafting,
             max_context=settings.max_context,
             block=options.num_draft + 1 if drafting else BLOCK,
-            memory=_memory_for_models(),
+            memory=memory_for_models(),
             precision=settings.dtype,
         )
         report("reference", 1, 1)
@@ -208,7 +208,7 @@ def recheck(
         drafting,
         max_context=made.generation.max_context,
         block=most + 1 if most else BLOCK,
-        memory=_memory_for_models(),
+        memory=memory_for_models(),
         precision=activations(made.target_engine.precision),
     )
     return _compare(out, made, drafting, seen, report)
@@ -234,7 +234,7 @@ def _compare(
         drafting,
         seen,
         threads=available_threads(),
-        mapped=weights > _memory_for_models(),
+        mapped=weights > memory_for_models(),
         progress=lambda done, total: report("check", done, total),
     )
 
@@ -255,7 +255,8 @@ def _check_same(made: Manifest, target: Source) -> None:
             )
 
 
-def _max_context(target: Source, options: ExportOptions) -> int:
+def context_limit(target: Source, options: ExportOptions) -> int:
+    """Most tokens that the engines will take. Raises UsageError where they cannot be so many."""
     limit = int(target.config.max_position_embeddings)
     wanted = options.max_context or limit
     if wanted > limit:
@@ -343,7 +344,7 @@ def _plan(
         import torch
 
         report("calibrate", 0, 2)
-        model, scope = models.load(target, _memory_for_models(), torch.float32)
+        model, scope = models.load(target, memory_for_models(), torch.float32)
     judged = quality.reference(target, model, scope or "") if judge else None
     return quantization.plan(target, model, precisions, report), judged
 
@@ -427,7 +428,7 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _memory_for_models() -> int:
+def memory_for_models() -> int:
     """Bytes that a comparison may take: a share of what can be allocated without swapping."""
     return int(_available_memory() * MODEL_MEMORY_SHARE)
 

@@ -90,8 +90,6 @@ def plan(
     report: Callable[[str, int, int], None],
 ) -> Plan:
     """Calibrate where a precision of the target needs it; ``model`` is None where none does."""
-    drafter = precisions.drafter
-    of_drafters = Formats(drafter, careful(drafter), careful(drafter), precisions.block_size)
     found: dict[str, LinearFormat] = {}
     choices: tuple[Choice, ...] = ()
     importance: dict[WeightRef, NDArray[np.float32]] = {}
@@ -112,14 +110,17 @@ def plan(
         for name, chosen in calibration.formats(choices).items():
             found[name] = found[target.weights.canonical(name)] = chosen
         report("calibrate", 2, 2)
-    formats = Formats(
-        precisions.target,
-        precisions.head,
-        precisions.embedding,
-        precisions.block_size,
-        found,
-    )
-    return Plan(formats, of_drafters, choices, importance)
+    return Plan(*formats(precisions, found), choices, importance)
+
+
+def formats(precisions: Precisions, chosen: Mapping[str, LinearFormat]) -> tuple[Formats, Formats]:
+    """Formats of the target's weights and of those that drafters bring.
+
+    ``chosen``: name of a weight of the target -> the format that calibration found for it.
+    """
+    drafter, size = precisions.drafter, precisions.block_size
+    target = Formats(precisions.target, precisions.head, precisions.embedding, size, chosen)
+    return target, Formats(drafter, careful(drafter), careful(drafter), size)
 
 
 def _in_rows(names: tuple[str, ...], precisions: Precisions) -> bool:
