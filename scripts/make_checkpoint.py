@@ -95,7 +95,7 @@ def _experts(name: str, shape: tuple[int, ...]) -> Tensors:
     stem, _, last = name.rpartition(".experts.")
     if last == "gate_up_proj":
         count, rows, columns = shape
-        halves = dict.fromkeys(("gate_proj", "up_proj"), (rows // 2, columns))
+        halves: Tensors = dict.fromkeys(("gate_proj", "up_proj"), (rows // 2, columns))
     elif last == "down_proj":
         count, *one = shape
         halves = {"down_proj": tuple(one)}

@@ -1,7 +1,7 @@
-"""What an export and a run of its engines cost: memory, disk, time. Estimates, in bytes and seconds.
+"""What an export and a run of its engines cost: memory, disk and time, estimated.
 
 Sizes come from :mod:`specexport.plan`; constants were measured on the full shape of Gemma 4 E2B on
-two cores (README, "How it compares"), speeds are measured where the plan is made.
+two cores (README, "Measured"), speeds are measured where the plan is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specrun.kv import INITIAL_CAPACITY
 CONTEXT = 4096  # tokens that the memory of a run is given for
 BASE_BYTES = 600_000_000  # anonymous memory of an export without a model: libraries, one chunk
 CHUNK_COPIES = 4  # of a chunk or a row, while it is converted and encoded
-GRAPH_BYTES_PER_LAYER = 20_000
+GRAPH_BYTES_PER_LAYER = 30_000
 TRACE_SECONDS_PER_LAYER = 0.8
 SPEED_SEED = 5
 
@@ -94,8 +94,8 @@ def parameters(plan: ExportPlan) -> int:
 
 def _largest_row(plan: ExportPlan) -> int:
     """Bytes in fp32 of the largest first-axis step of a tensor: an expert is read as a whole."""
-    model = naming.meta_model(*plan.target.class_and_config())
-    return max(4 * math.prod(p.shape[1:]) for p in model.parameters())
+    model: Any = naming.meta_model(*plan.target.class_and_config())
+    return max(int(4 * math.prod(p.shape[1:])) for p in model.parameters())
 
 
 def _model_bytes(plan: ExportPlan) -> int:
@@ -104,12 +104,12 @@ def _model_bytes(plan: ExportPlan) -> int:
     import torch
 
     model: Any = naming.meta_model(*plan.target.class_and_config())
-    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    whole = sum(4 * int(parameter.numel()) for parameter in model.parameters())
     if whole <= memory_for_models():
         return whole
     largest = 0
     for module in model.modules():
-        own = 4 * sum(p.numel() for p in module.parameters(recurse=False))
+        own = sum(4 * int(p.numel()) for p in module.parameters(recurse=False))
         if isinstance(module, torch.nn.Linear):
             own = min(own, MODULE_BYTES)
         if not isinstance(module, torch.nn.Embedding):
