@@ -141,7 +141,9 @@ class Builder:
             if tensor.name != EMBEDDING
         ]
         stored = self._stored("drafter", own, self.of_drafters)
-        stored += self._shared(EMBEDDING)
+        # As a table: the target's engines know it under the name of the head, this one does not.
+        embedding = [one for one in self.tensors if one.name == EMBEDDING]
+        stored += self._stored("target", embedding, self.of_target, heads=frozenset())
         layers = int(source.config.num_hidden_layers)
         about = "the assistant, all its steps in one run"
         return self._drafting(MTP_DRAFTER_ENGINE, about, layers, stored, ())
@@ -215,12 +217,23 @@ class Builder:
         found = [one for one in self.tensors if one.name in names]
         return self._stored("target", found, self.of_target)
 
-    def _stored(self, origin: str, own: list[Tensor], formats: Formats) -> list[Stored]:
-        heads = {one.stored_as for one in own if one.kind == "linear" and is_head(one)}
+    def _stored(
+        self,
+        origin: str,
+        own: list[Tensor],
+        formats: Formats,
+        heads: frozenset[str] | None = None,
+    ) -> list[Stored]:
+        """``heads``: tables that are also the head, by name; None: those of the model."""
+        if heads is None:
+            whole = self.tensors if origin == "target" else own
+            heads = frozenset(
+                one.stored_as for one in whole if one.kind == "linear" and is_head(one)
+            )
         found: list[Stored] = []
         for tensor in own:
             if tensor.kind == "table":
-                # A table that is the head of the same engine is read as the head has it.
+                # A table that is also the head is read as the head has it.
                 by_columns = formats.embedding == formats.head == "w8a8"
                 shared = tensor.stored_as in heads and by_columns
                 chosen = LinearFormat("rows") if shared else formats.table(tensor.shape[-1])
