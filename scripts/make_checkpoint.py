@@ -1,10 +1,16 @@
 """Write a random checkpoint of a full-size shape, tensor by tensor, for memory and time figures.
 
     python scripts/make_checkpoint.py gemma4-e2b DIR
+    python scripts/make_checkpoint.py deepseek-v3 DIR --layers 5
 
 writes DIR/target and, where the shape has one, DIR/assistant: bf16 safetensors in shards, the
 configuration, and a byte tokenizer. The values are random and small: nothing can be read from what
-such a model says.
+such a model says. ``--layers`` cuts the target, as the large shapes fit no usual disk; see
+shapes.py for the shapes and for what could not be verified of them.
+
+DeepSeek-V3 and GLM-4.5 are written as they were released: experts one by one, MTP layers as layers
+behind the last one. Left out are the copies of embedding and head that those repeat per MTP layer,
+which nobody reads, and the fp8 format with its scales.
 """
 
 from __future__ import annotations
@@ -12,101 +18,113 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from shapes import SHAPES, ShapeError, configs
 
 SHARD_BYTES = 2 << 30
 PIECE = 8 << 20  # values made at a time
-SLIDING, FULL = "sliding_attention", "full_attention"
+HEADROOM = 64 << 20  # bytes left free beside what is written
+ONE_BY_ONE = ("deepseek_v3", "glm4_moe")  # model types whose experts are released one by one
+Tensors = dict[str, tuple[int, ...]]  # name in the checkpoint -> shape
 
 
-def _e2b_text() -> Any:
-    from transformers import Gemma4TextConfig
-
-    return Gemma4TextConfig(
-        vocab_size=262144,
-        vocab_size_per_layer_input=262144,
-        hidden_size=1536,
-        hidden_size_per_layer_input=256,
-        intermediate_size=6144,
-        num_hidden_layers=35,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=256,
-        global_head_dim=512,
-        sliding_window=512,
-        num_kv_shared_layers=20,
-        layer_types=([SLIDING] * 4 + [FULL]) * 7,
-        use_double_wide_mlp=True,
-        final_logit_softcapping=30.0,
-        max_position_embeddings=131072,
-        eos_token_id=[1, 106],
-    )
+class NoSpace(Exception):
+    """The disk is too small for the checkpoint."""
 
 
-def _e2b_assistant() -> Any:
-    from transformers import Gemma4AssistantConfig, Gemma4TextConfig
+def make(shape: str, folder: Path, *, layers: int | None = None, seed: int = 0) -> list[Path]:
+    """Write the checkpoints of ``shape`` below ``folder``; returns their folders.
 
-    text = Gemma4TextConfig(
-        vocab_size=262144,
-        vocab_size_per_layer_input=0,
-        hidden_size=256,
-        hidden_size_per_layer_input=0,
-        intermediate_size=2048,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        global_head_dim=512,
-        sliding_window=512,
-        num_kv_shared_layers=4,
-        layer_types=[SLIDING] * 3 + [FULL],
-    )
-    return Gemma4AssistantConfig(
-        text_config=text, backbone_hidden_size=1536, use_ordered_embeddings=True
-    )
+    ``layers``: as many layers of the target instead of all. Raises ShapeError, or NoSpace before
+    anything is written.
+    """
+    target, drafter = configs(shape, layers)
+    wanted = {"target": target} if drafter is None else {"target": target, "assistant": drafter}
+    _check_space(folder, sum(_size(tensors(config)) for config in wanted.values()))
+    return [
+        _write(config, folder / name, seed + number)
+        for number, (name, config) in enumerate(wanted.items())
+    ]
 
 
-SHAPES: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
-    "gemma4-e2b": (_e2b_text, _e2b_assistant),
-}
+def _check_space(folder: Path, needed: int) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed + HEADROOM:
+        raise NoSpace(
+            f"{folder}: {needed:,} bytes are needed, {free:,} are available on that disk;"
+            " --layers writes fewer layers"
+        )
 
 
-def make(shape: str, folder: Path, *, seed: int = 0) -> list[Path]:
-    """Write the checkpoints of ``shape`` below ``folder``; returns their folders."""
-    target, assistant = SHAPES[shape]
-    made = [_write(target(), folder / "target", seed)]
-    if assistant is not None:
-        made.append(_write(assistant(), folder / "assistant", seed + 1))
-    return made
+def tensors(config: Any) -> Tensors:
+    """Everything that a checkpoint of ``config`` holds, under the names of released ones."""
+    from specexport.naming import expected_shapes, meta_model
+
+    model = meta_model(_class(config), config)
+    tied = config.get_text_config().tie_word_embeddings
+    found: Tensors = {}
+    for name, shape in expected_shapes(model).items():
+        if not (name == "lm_head.weight" and tied):
+            found |= _experts(name, shape) if config.model_type in ONE_BY_ONE else {name: shape}
+    return found | _mtp_tensors(model)
+
+
+def _mtp_tensors(model: Any) -> Tensors:
+    from specexport.mtp_weights import expected_shapes, meta_model
+
+    if not getattr(model.config, "num_mtp_layers", 0):
+        return {}
+    found: Tensors = {}
+    for name, shape in expected_shapes(meta_model(model)).items():
+        _, layer, rest = name.split(".", 2)
+        rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        place = int(layer) + int(model.config.num_hidden_layers)
+        found |= _experts(f"model.layers.{place}.{rest}", shape)
+    return found
+
+
+def _experts(name: str, shape: tuple[int, ...]) -> Tensors:
+    """Merged experts one by one; anything else as it is."""
+    stem, _, last = name.rpartition(".experts.")
+    if last == "gate_up_proj":
+        count, rows, columns = shape
+        halves: Tensors = dict.fromkeys(("gate_proj", "up_proj"), (rows // 2, columns))
+    elif last == "down_proj":
+        count, *one = shape
+        halves = {"down_proj": tuple(one)}
+    else:
+        return {name: shape}
+    return {
+        f"{stem}.experts.{expert}.{half}.weight": size
+        for expert in range(count)
+        for half, size in halves.items()
+    }
+
+
+def _class(config: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _write(config: Any, folder: Path, seed: int) -> Path:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from specexport.naming import expected_shapes, meta_model
-
-    model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-    shapes = {
-        name: shape
-        for name, shape in expected_shapes(model).items()
-        if not (name == "lm_head.weight" and config.get_text_config().tie_word_embeddings)
-    }
     folder.mkdir(parents=True, exist_ok=True)
-    config.architectures = [type(model).__name__]
+    config.architectures = [_class(config).__name__]
     config.save_pretrained(folder)
-    _write_shards(shapes, folder, np.random.default_rng(seed))
+    _write_shards(tensors(config), folder, np.random.default_rng(seed))
     _tokenizer().save_pretrained(folder)
     return folder
 
 
-def _write_shards(
-    shapes: dict[str, tuple[int, ...]], folder: Path, rng: np.random.Generator
-) -> None:
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
+def _write_shards(shapes: Tensors, folder: Path, rng: np.random.Generator) -> None:
+    shards: list[Tensors] = [{}]
     size = 0
     for name, shape in shapes.items():
         if size and size + _bytes(name, shape) > SHARD_BYTES:
@@ -119,12 +137,11 @@ def _write_shards(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(shard, folder / file, rng)
         weight_map |= dict.fromkeys(shard, file)
-    total = sum(_bytes(name, shape) for name, shape in shapes.items())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": _size(shapes)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _write_shard(shapes: dict[str, tuple[int, ...]], path: Path, rng: np.random.Generator) -> None:
+def _write_shard(shapes: Tensors, path: Path, rng: np.random.Generator) -> None:
     """The safetensors layout: 8 bytes of header length, the header, the tensors one by one."""
     header: dict[str, Any] = {}
     offset = 0
@@ -171,6 +188,10 @@ def _bytes(name: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * (8 if _is_order(name) else 2)
 
 
+def _size(shapes: Tensors) -> int:
+    return sum(_bytes(name, shape) for name, shape in shapes.items())
+
+
 def _tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -188,9 +209,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="layers of the target (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    for path in make(given.shape, given.folder, seed=given.seed):
+    try:
+        made = make(given.shape, given.folder, layers=given.layers, seed=given.seed)
+    except (ShapeError, NoSpace) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    for path in made:
         print(path)
 
 

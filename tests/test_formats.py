@@ -258,9 +258,10 @@ class Arrays:
     def form(self, name: str) -> None:
         """Floats."""
 
-    def chunks(self, name: str, size: int) -> Iterator[Array]:
+    def chunks(self, name: str, size: int, index: int | None = None) -> Iterator[Array]:
         """In pieces of one row of the first axis, as little as a large tensor may come in."""
         array = self.arrays[self.canonical(name)]
+        array = array.reshape(-1, array.shape[-1]) if array.ndim > 1 else array
         yield from (array[i : i + 1] for i in range(len(array)))
 
 

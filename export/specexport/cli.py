@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport import cli_options
+from specexport.cli_plan import plan
 from specrun import __version__
 from specrun.cli import DefaultGroup, inspect
 from specrun.cli_errors import reports_errors
 from specrun.errors import UsageError
-from specrun.manifest import Precision
 
 if TYPE_CHECKING:
-    from specexport.sources import Source
     from specrun.manifest import Manifest, ParityReport, QualityReport
-
-NO_DRAFTER = "none"
-PRECISIONS: tuple[str, ...] = get_args(Precision)
-DEFAULT_BLOCK_SIZE = 32  # as in specgraphs.formats, which needs numpy
-DEFAULT_MEMORY_GB = 2.5  # as in specexport.exporter, which needs torch
-EXPORT_MODULES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "onnx",
-    "onnx_ir",
-    "onnxscript",
-    "safetensors",
-    "gguf",
-    "huggingface_hub",
-)
 
 
 @click.group(
@@ -55,6 +38,7 @@ def main() -> None:
       specexport gemma4 --out engines/
       specexport path/to/target --drafter path/to/assistant --out engines/
       specexport model.gguf --out engines/
+      specexport plan gemma4 --precision w8a8
       specexport check engines/
       specexport inspect engines/
 
@@ -76,57 +60,7 @@ def _terminate(number: int, _: object) -> None:
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write."
 )
-@click.option(
-    "--drafter",
-    "drafters",
-    multiple=True,
-    help="Model to draft with: hub id, folder or .gguf file; repeatable, one per method; none: a"
-    " target alone.  [default: the preset's]",
-)
-@click.option(
-    "--early-exit",
-    type=int,
-    metavar="LAYERS",
-    help="Export the target in parts, so that its first so many layers can draft.",
-)
-@click.option(
-    "--mtp/--no-mtp",
-    "mtp_layers",
-    default=None,
-    help="Export the MTP layers of the checkpoint.  [default: where it has any]",
-)
-@click.option(
-    "--precision",
-    type=click.Choice((*PRECISIONS, "auto")),
-    default="fp32",
-    show_default=True,
-    help="Of linear layers. int8, int4: blocks of weights with a scale each. w8a8: weights and"
-    " activations in 8 bits, the fastest for several rows. fp16: also activations and KV. auto:"
-    " what is measured to be fastest on this machine.",
-)
-@click.option(
-    "--drafter-precision",
-    type=click.Choice(PRECISIONS),
-    help="Of drafters.  [default: the same; int8 with w8a8]",
-)
-@click.option(
-    "--head-precision",
-    type=click.Choice(PRECISIONS),
-    help="Of the output head.  [default: the same; int8 with int4]",
-)
-@click.option(
-    "--embedding-precision",
-    type=click.Choice(PRECISIONS),
-    help="Of embedding tables.  [default: the same; int8 with int4]",
-)
-@click.option(
-    "--block-size",
-    type=int,
-    default=DEFAULT_BLOCK_SIZE,
-    show_default=True,
-    help="Weights that share a scale in int8 and int4: 16, 32, 64, 128 or 256.",
-)
-@click.option("--max-context", type=int, help="Most tokens in all.  [default: the model's]")
+@cli_options.model_options(auto=True)
 @click.option(
     "--num-draft",
     type=int,
@@ -134,12 +68,11 @@ def _terminate(number: int, _: object) -> None:
     show_default=True,
     help="Most tokens that the MTP drafter can draft in a round.",
 )
-@click.option("--revision", help="Branch, tag or commit of a hub SOURCE.")
 @click.option(
     "--memory",
     "memory_gb",
     type=float,
-    default=DEFAULT_MEMORY_GB,
+    default=cli_options.DEFAULT_MEMORY_GB,
     show_default=True,
     metavar="GB",
     help="Memory that the export may take; more of it makes comparing faster.",
@@ -157,6 +90,7 @@ def export(
     max_context: int | None,
     num_draft: int,
     revision: str | None,
+    token: str | None,
     memory_gb: float,
     no_check: bool,
     quiet: bool,
@@ -175,7 +109,7 @@ def export(
       specexport ./my-llama --out engines/ --max-context 4096
       specexport ./my-llama --out engines/ --precision w8a8
     """
-    _check_installed()
+    cli_options.check_installed()
     from specexport.exporter import ExportOptions
     from specexport.exporter import export as run_export
     from specexport.progress import bars
@@ -189,7 +123,7 @@ def export(
         check=not no_check,
         memory_gb=memory_gb,
     )
-    target, drafting = _sources(source, drafters, revision)
+    target, drafting = cli_options.sources(source, drafters, revision=revision, token=token)
     with bars(quiet=quiet or as_json) as progress:
         made = run_export(target, drafting, out, options, progress=progress)
     if as_json:
@@ -209,9 +143,16 @@ def export(
 @click.option(
     "--drafter", "drafters", multiple=True, help="As the folder was exported with; repeatable."
 )
+@cli_options.token_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
 @reports_errors
-def check(folder: Path, source: str | None, drafters: tuple[str, ...], as_json: bool) -> None:
+def check(
+    folder: Path,
+    source: str | None,
+    drafters: tuple[str, ...],
+    token: str | None,
+    as_json: bool,
+) -> None:
     """Check the engine FOLDER: every byte, every engine's inputs and outputs, and its results.
 
     Without SOURCE the target is compared with itself, a block of rows with single rows, and every
@@ -224,7 +165,7 @@ def check(folder: Path, source: str | None, drafters: tuple[str, ...], as_json: 
       specexport check engines/ gemma4-tiny
       specexport check engines/ path/to/target --drafter path/to/assistant
     """
-    _check_installed()
+    cli_options.check_installed()
     from specexport import exporter
 
     if source is None and drafters:
@@ -237,7 +178,7 @@ def check(folder: Path, source: str | None, drafters: tuple[str, ...], as_json: 
         outcome = f"sound: blocks and single rows differ by {worst:.1e} at most"
         data: dict[str, object] = {"folder": str(folder), "ok": True, "self_error": worst}
     else:
-        report = exporter.recheck(folder, *_sources(source, drafters, None))
+        report = exporter.recheck(folder, *cli_options.sources(source, drafters, token=token))
         outcome = _outcome(report)
         data = {"folder": str(folder), "ok": True, "parity": _parity(report)}
     click.echo(json.dumps(data, indent=2) if as_json else f"{folder}: {outcome}")
@@ -257,37 +198,8 @@ def presets(as_json: bool) -> None:
         click.echo(f"{name:16} {preset.about}")
 
 
+main.add_command(plan)
 main.add_command(inspect)
-
-
-def _check_installed() -> None:
-    """Raise ExportError naming the modules of the extra ``export`` that are not there."""
-    missing = [name for name in EXPORT_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        from specexport.errors import ExportError
-
-        raise ExportError(
-            f"exporting needs {', '.join(missing)}, not installed here",
-            hint='pip install ".[export]"; running an engine folder needs none of them',
-        )
-
-
-def _sources(
-    source: str, drafters: tuple[str, ...], revision: str | None
-) -> tuple[Source, list[Source]]:
-    from specexport.sources import resolve, resolve_pair
-
-    if not drafters:
-        target, own = resolve_pair(source, revision=revision)
-        return target, [] if own is None else [own]
-    target = resolve(source, revision=revision)
-    if NO_DRAFTER in drafters:
-        if len(drafters) > 1:
-            raise UsageError(
-                f"--drafter: 'none' excludes others, got {', '.join(drafters)}", hint="give one"
-            )
-        return target, []
-    return target, [resolve(drafter) for drafter in drafters]
 
 
 def _summary(out: Path, made: Manifest) -> dict[str, object]:

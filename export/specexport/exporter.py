@@ -84,7 +84,7 @@ class ExportOptions:
     @property
     def model_memory(self) -> int:
         """Bytes that transformers' model or the engines may take."""
-        return _memory_for_models(self.memory_gb)
+        return memory_for_models(self.memory_gb)
 
     def __post_init__(self) -> None:
         self._check_precisions()
@@ -147,7 +147,7 @@ def export(
     report = progress or _silent
     precisions, notes = _precisions(target, options, report)
     settings = Settings(
-        precisions.target, precisions.drafter, _max_context(target, options), options.num_draft
+        precisions.target, precisions.drafter, context_limit(target, options), options.num_draft
     )
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     fits = _expected_bytes(target, precisions) <= options.model_memory
@@ -171,7 +171,14 @@ def export(
     judge = options.check and precisions.of_target != {"fp32"}
     if judge and not fits:
         notes += (NOT_JUDGED.format(_expected_bytes(target, precisions) / 1e9 + 1.5),)
-    plan, judged = _plan(target, precisions, options.model_memory, report, judge=judge and fits)
+    plan, judged = _plan(
+        target,
+        precisions,
+        options.model_memory,
+        report,
+        judge=judge and fits,
+        max_context=settings.max_context,
+    )
     with folder.atomic(out) as partial:
         made = _write(target, chosen, drafting, partial, settings, plan, report)
         if judged is not None:
@@ -235,13 +242,13 @@ def recheck(
     drafting = parts.of_folder(made, target, _listed(drafters))
     most = max((d.max_num_draft or 0 for d in made.drafters.values()), default=0)
     weights = next(entry.size for entry in made.files if entry.path == DATA_FILE)
-    mapped = weights > _memory_for_models()
+    mapped = weights > memory_for_models()
     seen = reference.compute(
         target,
         drafting,
         max_context=made.generation.max_context,
         block=most + 1 if most else BLOCK,
-        memory=_memory_for_models(),
+        memory=memory_for_models(),
         precision=activations(made.target_engine.precision),
         few=mapped and made.target_engine.precision in IN_BLOCKS,
     )
@@ -290,7 +297,8 @@ def _check_same(made: Manifest, target: Source) -> None:
             )
 
 
-def _max_context(target: Source, options: ExportOptions) -> int:
+def context_limit(target: Source, options: ExportOptions) -> int:
+    """Most tokens that the engines will take. Raises UsageError where they cannot be so many."""
     limit = int(target.config.max_position_embeddings)
     wanted = options.max_context or limit
     if wanted > limit:
@@ -369,7 +377,13 @@ def _write(
 
 
 def _plan(
-    target: Source, precisions: Precisions, memory: int, report: Progress, *, judge: bool
+    target: Source,
+    precisions: Precisions,
+    memory: int,
+    report: Progress,
+    *,
+    judge: bool,
+    max_context: int,
 ) -> tuple[Plan, quality.Judged | None]:
     """Formats of the weights, and what fp32 says of the text that they will be judged by."""
     model = scope = None
@@ -378,7 +392,7 @@ def _plan(
 
         report("calibrate", 0, 2)
         model, scope = models.load(target, memory, torch.float32)
-    judged = quality.reference(target, model, scope or "") if judge else None
+    judged = quality.reference(target, model, scope or "", max_context) if judge else None
     return quantization.plan(target, model, precisions, report), judged
 
 
@@ -461,7 +475,7 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _memory_for_models(memory_gb: float = DEFAULT_MEMORY_GB) -> int:
+def memory_for_models(memory_gb: float = DEFAULT_MEMORY_GB) -> int:
     """Bytes that a comparison may take, and no more than can be had without swapping."""
     free = int(_available_memory() * MODEL_MEMORY_SHARE)
     return min(int(memory_gb * 1e9) - PROCESS_BYTES, free)

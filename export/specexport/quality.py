@@ -36,13 +36,14 @@ class Judged:
     scope: str
 
 
-def reference(source: Source, model: Any, scope: str) -> Judged:
-    """Run transformers' fp32 ``model`` of ``source`` over the evaluation text."""
+def reference(source: Source, model: Any, scope: str, max_context: int) -> Judged:
+    """Run transformers' fp32 ``model`` of ``source`` over the evaluation text, as many of its
+    tokens as the engine takes."""
     import torch
 
     from specgraphs import families
 
-    ids = np.array(texts.tokens(source, texts.EVALUATION), dtype=np.int64)
+    ids = np.array(texts.tokens(source, texts.EVALUATION)[:max_context], dtype=np.int64)
     best: list[NDArray[np.int64]] = []
     losses: list[NDArray[np.float64]] = []
     with torch.no_grad():

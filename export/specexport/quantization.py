@@ -138,10 +138,8 @@ def plan(
 ) -> Plan:
     """Formats of all weights. ``model``: transformers' of the target, None where it is not needed,
     see ``calibrates``."""
-    drafter = precisions.drafter
-    of_drafters = Formats(drafter, careful(drafter), careful(drafter), precisions.block_size)
     if model is None or not calibrates(target, precisions):
-        return Plan(_of_target(target, precisions, {}), of_drafters)
+        return Plan(*formats(target, precisions, {}))
     report("calibrate", 0, 1)
     chooser = _Chooser(target, precisions)
     tokens = texts.tokens(target, texts.CALIBRATION)
@@ -151,8 +149,19 @@ def plan(
     for name, chosen in calibration.formats(choices).items():
         found[name] = found[target.weights.canonical(name)] = chosen
     report("calibrate", 1, 1)
-    formats = _of_target(target, precisions, found)
-    return Plan(formats, of_drafters, choices, chooser.importance)
+    return Plan(*formats(target, precisions, found), choices, chooser.importance)
+
+
+def formats(
+    target: Source, precisions: Precisions, chosen: Mapping[str, LinearFormat]
+) -> tuple[Formats, Formats]:
+    """Formats of the target's weights and of those that drafters bring.
+
+    ``chosen``: name of a weight of the target -> the format that calibration found for it.
+    """
+    drafter, size = precisions.drafter, precisions.block_size
+    of_drafters = Formats(drafter, careful(drafter), careful(drafter), size)
+    return _of_target(target, precisions, chosen), of_drafters
 
 
 class _Chooser:
@@ -208,7 +217,9 @@ def apply(
     }
     for graph in graphs.values():
         experts.expand(graph, by_origin)
+    # An engine may know a tied table under the head's name and another under the embedding's.
     heads = apply_formats.heads(graphs.values(), by_origin)
+    heads |= {sources.canonical(ref): chosen for ref, chosen in heads.items()}
     for graph in graphs.values():
         apply_formats.apply(graph, by_origin, heads)
         packed_attention.apply(graph, settings.max_context)

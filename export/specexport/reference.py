@@ -80,8 +80,8 @@ def compute(
     """Run transformers over one seeded random sequence in fp32.
 
     ``memory``: bytes that the models may take; larger ones run with their weights streamed module
-    by module from the checkpoint. ``few``: see :func:`plan_cases`. With ``precision="fp16"`` models that fit run in it too, so that
-    the engine is measured by what transformers itself loses.
+    by module from the checkpoint. ``few``: see :func:`plan_cases`. With ``precision="fp16"`` models
+    that fit run in it too, so that the engine is measured by what transformers itself loses.
     """
     import torch
 

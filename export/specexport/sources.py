@@ -1,8 +1,8 @@
 """From what the user names to a checkpoint that can be exported.
 
 A source is the name of a preset, a checkpoint folder, a ``.gguf`` file or a hub id, looked for in
-that order; write ``./name`` for a folder that is called like a preset. Code that comes with a
-checkpoint is never run.
+that order; write ``./name`` for a folder that is called like a preset. A hub id may end in
+``@REVISION``. Code that comes with a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,9 +130,33 @@ class Source:
         return model.eval()
 
 
-def resolve(source: str | Path, *, revision: str | None = None) -> Source:
-    """The checkpoint that ``source`` names; for a preset its target. Raises SourceError."""
-    return resolve_pair(source, revision=revision, pair=False)[0]
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of a checkpoint besides its name.
+
+    ``revision``: branch, tag or commit, of hub ids only. ``token``: for the hub; None takes
+    HF_TOKEN or the stored login. ``config_only``: no weights; those of the Source are empty then.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    config_only: bool = False
+
+
+def resolve(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    config_only: bool = False,
+) -> Source:
+    """The checkpoint that ``source`` names; for a preset its target. Raises SourceError.
+
+    ``token``, ``config_only``: see :class:`Wanted`.
+    """
+    return resolve_pair(
+        source, revision=revision, pair=False, token=token, config_only=config_only
+    )[0]
 
 
 def resolve_pair(
@@ -142,25 +166,30 @@ def resolve_pair(
     revision: str | None = None,
     drafter_revision: str | None = None,
     pair: bool = True,
+    token: str | None = None,
+    config_only: bool = False,
 ) -> tuple[Source, Source | None]:
     """The target that ``source`` names, and its drafter.
 
     A preset brings its own drafter, which ``drafter`` replaces; ``pair=False`` leaves it out.
-    ``revision`` is for hub ids only: branch, tag or commit. Raises SourceError.
+    ``revision`` is for hub ids only: branch, tag or commit. ``token``, ``config_only``: see
+    :class:`Wanted`. Raises SourceError.
     """
+    wanted = Wanted(revision, token, config_only)
+    drafting = replace(wanted, revision=drafter_revision)
     preset = presets.find(source) if isinstance(source, str) else None
     if preset is None:
-        target = _resolve(source, revision)
-        return target, None if drafter is None else _resolve(drafter, drafter_revision)
+        target = _resolve(source, wanted)
+        return target, None if drafter is None else _resolve(drafter, drafting)
     chosen: str | Path | None = drafter
     if chosen is None and pair:
         chosen = preset.drafter
     try:
-        target = _resolve(preset.target, revision, name=f"{preset.name}/target")
+        target = _resolve(preset.target, wanted, name=f"{preset.name}/target")
         if chosen is None:
             return target, None
         own = f"{preset.name}/assistant" if chosen == preset.drafter else None
-        return target, _resolve(chosen, drafter_revision, name=own)
+        return target, _resolve(chosen, drafting, name=own)
     except SourceError as error:
         if preset.bundled or drafter is not None:
             raise
@@ -170,27 +199,43 @@ def resolve_pair(
         ) from error
 
 
-def _resolve(source: str | Path, revision: str | None, name: str | None = None) -> Source:
+def _resolve(source: str | Path, wanted: Wanted, name: str | None = None) -> Source:
     path = Path(source).expanduser()
     name = name or path.resolve().name
     if path.is_dir():
-        _no_revision(source, revision)
-        return _from_folder(path, name, None)
+        _no_revision(source, wanted.revision)
+        return _from_folder(path, name, None, config_only=wanted.config_only)
     if path.is_file():
-        _no_revision(source, revision)
+        _no_revision(source, wanted.revision)
         if path.suffix != ".gguf":
             raise SourceError(
                 f"{path}: not a checkpoint",
                 hint="give the folder it lies in, with config.json, or a .gguf file",
             )
         return _from_gguf(path, name)
-    if isinstance(source, str) and hub.HUB_ID.fullmatch(source) and path.suffix != ".gguf":
-        folder, commit = hub.download(source, revision)
-        return _from_folder(folder, source, commit)
+    if isinstance(source, str) and (named := _hub_id(source, wanted.revision)) is not None:
+        repo, revision = named
+        folder, commit = hub.download(
+            repo, revision, token=wanted.token, config_only=wanted.config_only
+        )
+        return _from_folder(folder, repo, commit, config_only=wanted.config_only)
     raise SourceError(
         f"{source}: no such folder or file, and not the name of a preset or a hub model",
         hint=f"presets: {', '.join(presets.PRESETS)}; a hub model is ORGANISATION/NAME",
     )
+
+
+def _hub_id(source: str, revision: str | None) -> tuple[str, str | None] | None:
+    """Id and revision of ``ORG/NAME`` or ``ORG/NAME@REVISION``; None for anything else."""
+    repo, at, own = source.partition("@")
+    if not hub.HUB_ID.fullmatch(repo) or repo.endswith(".gguf") or bool(at) != bool(own):
+        return None
+    if own and revision is not None:
+        raise SourceError(
+            f"{source}: names a revision, and {revision} is given besides",
+            hint="leave --revision out, or the part from @ on",
+        )
+    return repo, own or revision
 
 
 def _no_revision(source: str | Path, revision: str | None) -> None:
@@ -198,7 +243,9 @@ def _no_revision(source: str | Path, revision: str | None) -> None:
         raise SourceError(f"{source}: a revision is for hub models, this is local")
 
 
-def _from_folder(folder: Path, name: str, revision: str | None) -> Source:
+def _from_folder(
+    folder: Path, name: str, revision: str | None, *, config_only: bool = False
+) -> Source:
     config_file = folder / CONFIG
     if not config_file.is_file():
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
@@ -211,7 +258,8 @@ def _from_folder(folder: Path, name: str, revision: str | None) -> Source:
     raw = _read_json(config_file)
     _check_supported(str(folder), raw)
     scheme = _scheme(str(folder), raw)
-    weight_files(folder)  # says what is wrong with the weights before anything slow
+    if not config_only:
+        weight_files(folder)  # says what is wrong with the weights before anything slow
     full_config = _load_config(folder)
     config = _text_config(full_config)
     generation_file = folder / GENERATION
@@ -220,8 +268,10 @@ def _from_folder(folder: Path, name: str, revision: str | None) -> Source:
         if generation_file.is_file()
         else _generation(full_config, config)
     )
-    model = naming.meta_model(*_class_and_config(full_config, config))
-    weights = naming.map_weights(_stored_tensors(folder, scheme), model)
+    weights = Weights({})
+    if not config_only:
+        model = naming.meta_model(*_class_and_config(full_config, config))
+        weights = naming.map_weights(_stored_tensors(folder, scheme), model)
     return Source(name, revision, folder, config, full_config, generation, weights, scheme)
 
 

@@ -172,13 +172,16 @@ class _Step(torch.nn.Module):
     def _candidates(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest logits float32 ``[batch, candidates]`` in order, and their token ids."""
         weight = self.assistant.lm_head.weight
-        row = h.squeeze(1)
         if self.plan.head == "plain":
-            logits = self.assistant.lm_head(row)[:, : self.plan.known_tokens].to(torch.float32)
+            # A product of three axes, as all linear layers, so that it gets their formats.
+            logits = self.assistant.lm_head(h).squeeze(1)[:, : self.plan.known_tokens]
+            logits = logits.to(torch.float32)
             top = logits.topk(self.plan.candidates)
             return top.values, top.indices
         embedder = self.assistant.masked_embedding
-        clusters = embedder.centroids(row).topk(embedder.centroid_intermediate_top_k).indices
+        clusters = (
+            embedder.centroids(h.squeeze(1)).topk(embedder.centroid_intermediate_top_k).indices
+        )
         order = embedder.token_ordering.view(
             embedder.num_centroids, embedder.vocab_size_per_centroid
         )
