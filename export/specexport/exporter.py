@@ -328,6 +328,8 @@ def _write(
     plan: Plan,
     report: Progress,
 ) -> Manifest:
+    from specgraphs import experts
+
     graphs = _trace(target, chosen, drafting, settings, report)
     weights: dict[str, Weights] = {"target": target.weights}
     for part in drafting:
@@ -356,7 +358,12 @@ def _write(
     for part in drafting:
         specs |= part.specs(settings)
     specs = {
-        name: replace(spec, step_bytes=engines.step_bytes(graphs[name]), weights=stored[name])
+        name: replace(
+            spec,
+            step_bytes=engines.step_bytes(graphs[name]),
+            weights=stored[name],
+            exact_rows=experts.exact_rows(graphs[name]),
+        )
         for name, spec in specs.items()
     }
     return Manifest(

@@ -13,7 +13,7 @@ from specexport import calibration, naming, texts
 from specexport.calibration import Choice, Layers
 from specexport.integers import BlockForm
 from specexport.made import Importance, Sources, is_stored_so
-from specexport.parts.base import TARGET_ENGINES, Settings
+from specexport.parts.base import Settings
 from specexport.sources import Source
 from specexport.weights import Weights, listed
 from specgraphs.formats import (
@@ -24,6 +24,7 @@ from specgraphs.formats import (
     LinearFormat,
 )
 from specgraphs.recipes import Blocks, Stacked, WeightRef
+from specrun.contract import TARGET_ENGINES
 from specrun.manifest import Precision, WeightFormats
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ ACTIVATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "silu": ("QuickGelu", "com.microsoft", {"alpha": 1.0}),
     "gelu_pytorch_tanh": ("Gelu", "", {"approximate": "tanh"}),
 }
+IN_FLOATS = "specgraphs.exact_rows"  # with a graph that has experts in floats
 SHARE = "specgraphs.share"  # with a branch: share of the rows that need it
 
 
@@ -88,6 +89,12 @@ def expand(graph: EngineGraph, formats: Mapping[str, Formats]) -> None:
         graph.model.opset_imports.pop(ops.OWN_DOMAIN, None)
 
 
+def exact_rows(graph: EngineGraph) -> int | None:
+    """Most rows of a run whose bits do not depend on where others are routed; None for any."""
+    found: int | None = graph.model.graph.meta.get(IN_FLOATS)
+    return found
+
+
 def share_of_steps(node: ir.Node) -> float:
     """The share of one-row runs in which ``node`` runs: 1, unless it belongs to an expert."""
     share: float = 1.0 if node.graph is None else node.graph.meta.get(SHARE, 1.0)
@@ -112,6 +119,8 @@ class _Expansion:
         self.hidden = int(gate_up.shape[2])  # type: ignore[arg-type]
         refs = [graph.weights[value.name or ""] for value in self.matrices]
         self.in_floats = any(formats[r.origin].linear(r.name).kind == "float" for r in refs)
+        if self.in_floats:
+            graph.model.graph.meta[IN_FLOATS] = EXACT_ROWS
         self.prefix = node.name or (node.outputs[0].name or "experts")
 
     def apply(self) -> None:

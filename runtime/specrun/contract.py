@@ -79,6 +79,7 @@ class Role(StrEnum):
 # Names of engines in a folder. A target is one engine or three parts.
 TARGET_ENGINE = "target"
 FRONT_ENGINE, BACK_ENGINE, HEAD_ENGINE = "front", "back", "head"
+TARGET_ENGINES = (TARGET_ENGINE, FRONT_ENGINE, BACK_ENGINE, HEAD_ENGINE)
 MTP_DRAFTER_ENGINE = "mtp_drafter"
 DRAFT_ENGINE = "draft"
 UNIVERSAL_ENGINE = "universal"

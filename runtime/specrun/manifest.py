@@ -165,7 +165,8 @@ class EngineSpec:
     """One engine: its file, how it is run and every tensor that crosses its border.
 
     ``all_hidden``: the hidden state of every row is returned, not of the wanted rows only.
-    ``step_bytes``: bytes of weights that a run of one row reads.
+    ``step_bytes``: bytes of weights that a run of one row reads. ``exact_rows``: most rows of a run
+    whose bits do not depend on the rows beside them, None for any number; see :mod:`specrun.exact`.
     """
 
     role: Role
@@ -185,6 +186,7 @@ class EngineSpec:
     mtp: MtpContract | None = None
     mtp_layer: MtpLayerContract | None = None
     split: SplitContract | None = None
+    exact_rows: int | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:

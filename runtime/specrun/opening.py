@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE
+from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE, TARGET_ENGINES
+from specrun.errors import UsageError
 from specrun.kv import INITIAL_CAPACITY
 from specrun.manifest import Manifest
 from specrun.options import PREFILL_CHUNK
@@ -29,6 +30,7 @@ def open_target(
     if exact_width is not None:
         from specrun.exact import ExactTarget
 
+        _check_width(manifest, exact_width)
         target = open_target(
             manifest,
             session,
@@ -52,3 +54,15 @@ def open_target(
         {name: manifest.engines[name] for name in parts},
         **lengths,
     )
+
+
+def _check_width(manifest: Manifest, width: int) -> None:
+    """Raise UsageError where runs of ``width`` rows do not give the same bits each time."""
+    specs = [manifest.engines[name] for name in TARGET_ENGINES if name in manifest.engines]
+    most = min((spec.exact_rows for spec in specs if spec.exact_rows is not None), default=width)
+    if width > most:
+        raise UsageError(
+            f"exact_width: must be at most {most} for this folder, whose experts are in floats,"
+            f" got {width}",
+            hint=f"give {most} or less, or export with --precision int8",
+        )

@@ -19,10 +19,7 @@ from numpy.typing import NDArray
 from specexport.weights import Weights
 from specgraphs import formats
 from specrun.contract import (
-    BACK_ENGINE,
-    FRONT_ENGINE,
-    HEAD_ENGINE,
-    TARGET_ENGINE,
+    TARGET_ENGINES,
     DType,
     KvLayer,
     Role,
@@ -45,9 +42,6 @@ if TYPE_CHECKING:
 
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
 KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
-
-
-TARGET_ENGINES = (TARGET_ENGINE, FRONT_ENGINE, BACK_ENGINE, HEAD_ENGINE)
 
 
 @dataclass(frozen=True)
