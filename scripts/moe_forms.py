@@ -63,7 +63,10 @@ def layer(form: str, given: argparse.Namespace) -> EngineGraph:
     x = ir.Value(name="x", shape=ir.Shape([1, "n", hidden]), type=FLOAT)
     index = ir.Value(name="index", shape=ir.Shape(["n", k]), type=INT64)
     shares = ir.Value(name="shares", shape=ir.Shape(["n", k]), type=FLOAT)
-    shapes: dict[str, tuple[int, ...]] = {BOTH: (count, 2 * width, hidden), DOWN: (count, hidden, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        BOTH: (count, 2 * width, hidden),
+        DOWN: (count, hidden, width),
+    }
     if form == "dense":
         shapes = {BOTH: (count * 2 * width, hidden), DOWN: (hidden, count * width)}
     weights = {

@@ -24,7 +24,7 @@ from specgraphs.formats import HEAD, KEEP_FLOAT, LinearFormat
 from specgraphs.rotation import rotated, size_for
 
 SAMPLE_ROWS = 128  # rows of a layer's input that formats are tried on
-SAMPLE_OUTPUTS = 8192  # rows of a weight that formats are tried on
+SAMPLE_OUTPUTS, SAMPLE_VALUES = 8192, 4 << 20  # most rows of a weight that formats are tried on
 STRENGTHS = (0.2, 0.35, 0.5, 0.65, 0.8)  # of smoothing; its alpha in the paper
 # Relative error from which rotating is worth it, and a second term where that is not enough: behind
 # a norm, where it goes into scores and gates, and elsewhere, where it is added to the residual.
@@ -271,7 +271,9 @@ def _sampled_weight(names: Sequence[str], weights: Weights) -> NDArray[np.float3
     """Rows of the weights one below the other; of a large one every so many."""
     pieces = []
     for name in names:
-        step = max(1, math.prod(weights.shape(name)[:-1]) // SAMPLE_OUTPUTS)
+        *lead, columns = weights.shape(name)
+        most = max(1, min(SAMPLE_OUTPUTS, SAMPLE_VALUES // columns))
+        step = max(1, math.prod(lead) // most)
         chunks = weights.chunks(name, CHUNK_BYTES)
         pieces += [chunk[::step].astype(np.float32) for chunk in chunks]
     return np.concatenate(pieces)
