@@ -86,8 +86,10 @@ def observe(
         for module in model.modules()
         if type(module).__name__.endswith("RMSNorm")
     ]
+    # The head is fed a sample of the rows: its logits for all of them would take gigabytes.
+    kept = torch.arange(0, len(tokens), max(1, len(tokens) // SAMPLE_ROWS))
     with torch.no_grad():
-        model(torch.tensor([list(tokens)]), use_cache=False)
+        model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=kept)
     for handle in handles:
         handle.remove()
     watch.flush()

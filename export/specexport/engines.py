@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from specexport import heap
 from specexport.datafile import DATA_FILE, DataFile, Range
 from specexport.errors import ExportError
 from specexport.made import Sources, key, write
@@ -70,6 +71,7 @@ def write_engine(
         value = initializers[name]
         assert value.dtype is not None
         _refer(value, write(made, value.dtype.numpy(), data, sources), data)
+        heap.give_back()
     for name, array in graph.constants.items():
         # The same name may stand for other values in another engine, so its bytes are the key.
         _store(initializers[name], _content(array), data, iter([array]), inline_below)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport import calibration, naming, texts
+from specexport import calibration, heap, naming, texts
 from specexport.calibration import Choice, Layers
 from specexport.integers import BlockForm
 from specexport.made import Importance, Sources, is_stored_so
@@ -190,6 +190,7 @@ class _Chooser:
             self._choices += calibration.choose_rows([layers], self.target.weights)
         if self.precisions.target == "int4":
             self._budget.see(layers)
+        heap.give_back()
 
     def choices(self) -> tuple[Choice, ...]:
         """What was chosen for which layers."""
