@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from specexport import exporter, models, quantization, safetensors_files
-from specexport.encoders import BlockParts
 from specexport.errors import SourceError, WeightsError
 from specexport.exporter import ExportOptions
+from specexport.integers import BlockParts
 from specexport.sources import Source, resolve
 from specexport.weights import MergedExperts, Weights
 from specrun import manifest as manifests

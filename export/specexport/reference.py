@@ -40,7 +40,7 @@ class Reference:
     ``tokens`` int64 ``[n]``; ``logits`` position -> float32 ``[vocabulary]``; ``hidden`` float32
     ``[n, hidden size]``, after the final norm; ``scope`` says how the model was run; ``drafts``:
     what each part saw. ``noise``: tensor -> how far transformers' own run in the export's
-    precision is from its fp32 run.
+    precision is from its fp32 run. ``routed``: the model has routed experts.
     """
 
     tokens: NDArray[np.int64] = field(repr=False)
@@ -50,6 +50,7 @@ class Reference:
     drafts: dict[DraftMethod, Any] = field(repr=False)
     scope: str
     noise: dict[str, float] = field(default_factory=dict)
+    routed: bool = False
 
 
 def plan_cases(config: Any, max_context: int, block: int, *, few: bool = False) -> tuple[Case, ...]:
@@ -156,4 +157,5 @@ def _run(
         drafts: dict[DraftMethod, Any] = {}
         for part in parts:
             drafts[part.method] = part.reference(run)
-    return Reference(tokens, cases, logits, hidden, drafts, scope + "".join(others))
+    routed = any(hasattr(module, "gate_up_proj") for module in model.modules())
+    return Reference(tokens, cases, logits, hidden, drafts, scope + "".join(others), routed=routed)
