@@ -5,6 +5,8 @@ Plain functions of arrays; :mod:`specexport.made` streams a checkpoint through t
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +15,11 @@ from numpy.typing import NDArray
 
 from specexport.integers import BlockParts, pack, unpack
 from specgraphs.rotation import rotated
+from specrun.options import available_threads
 
 SHRINKS = 8  # candidates for the range of a block, from the whole of it down to LEAST_RANGE
 LEAST_RANGE = 0.72
+PIECE_VALUES = 1 << 15  # up to which torch takes no threads of its own
 QMAX = 127.0
 
 
@@ -84,6 +88,11 @@ def columns(
     scale = value.abs().amax(1, keepdim=True) / QMAX
     q = _divided(value, scale).round_()
     return ColumnParts(q.to(torch.int8).numpy(), _array(scale[:, 0]))
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available_threads(), thread_name_prefix="encode")
 
 
 def _search(
