@@ -45,6 +45,23 @@ def blocks(
     squared error, the mean square of what it is multiplied with. Columns that fill the last block
     are zero.
     """
+    # In pieces that stay in the cache and that torch does in one thread, several at a time: four
+    # times as fast as the whole at once, and much more where other work is on the cores.
+    step = max(1, PIECE_VALUES // weight.shape[1])
+    pieces = [weight[row : row + step] for row in range(0, max(1, len(weight)), step)]
+    encode = functools.partial(_blocks, bits=bits, size=size, importance=importance)
+    parts = [encode(pieces[0])] if len(pieces) == 1 else list(_workers().map(encode, pieces))
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return BlockParts(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate(zeros) if zeros else None,
+    )
+
+
+def _blocks(
+    weight: NDArray[Any], bits: int, size: int, importance: NDArray[np.float32] | None
+) -> BlockParts:
     rows, columns = weight.shape
     count = -(-columns // size)
     padded = _padded(torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32)), count * size)
