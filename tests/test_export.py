@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -188,6 +189,33 @@ def test_twice_the_same_bytes(llama: Source, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["engines"]
 
 
+ELSEWHERE = """
+    import sys
+    from pathlib import Path
+    from specexport import exporter
+    from specexport.sources import resolve
+
+    exporter.export(
+        resolve(sys.argv[1]), None, Path(sys.argv[2]), exporter.ExportOptions(check=False)
+    )
+"""
+
+
+# C59. gemma3 makes the set of its kinds of layers in each run, gemma4 keeps one.
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
+def test_the_same_bytes_in_another_process(name: str, tmp_path: Path) -> None:
+    """Hashes of texts differ between processes, so whatever goes through a set of them does."""
+    path = tiny_models.save(name, tmp_path / "checkpoint")
+    made = []
+    for seed in ("1", "2"):  # of hashes; the two sets come in different orders
+        out = tmp_path / seed
+        command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(path), str(out)]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+        made.append(contents(out))
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_an_error_in_the_middle(
     llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
@@ -314,10 +342,64 @@ def test_a_full_disk_is_seen_before_writing(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**7))
     monkeypatch.setattr(engines, "write_engine", None)
-    with pytest.raises(ExportError, match=r"0\.00 GB are needed, 0\.01 GB are free") as caught:
+    with pytest.raises(ExportError, match=r"[\d,]+ bytes are needed, 10,000,000 are") as caught:
         exporter.export(llama, None, tmp_path / "engines", UNCHECKED)
     assert str(caught.value.hint) == "free some space, or give --out on another disk"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pair", pair_params(CENTROID))
+def test_the_room_is_what_the_data_file_takes(
+    exported_pair: ExportedPair, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of everything, tables of cosines too; the tokenizer is written before, as its size counts."""
+    rooms: list[int] = []
+
+    def checks(partial: Path, room: int) -> None:
+        assert [path.name for path in partial.iterdir()] == ["tokenizer.json"]
+        rooms.append(room)
+
+    monkeypatch.setattr(folder, "check_space", checks)
+    exporter.export(*exported_pair(pair).sources, tmp_path / "out", UNCHECKED)
+    size = (tmp_path / "out" / DATA_FILE).stat().st_size
+    files = (tmp_path / "out").glob("*.onnx")
+    ranges = len({place for path in files for place in external(path).values()})
+    assert len(rooms) == 1
+    assert size <= rooms[0] <= size + datafile.SMALL_ALIGNMENT * ranges
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_disk_that_runs_full(
+    llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """While a tensor is written: one sentence, a way out, and nothing left."""
+    original = datafile.DataFile._align
+
+    def aligns(self: datafile.DataFile, length: int) -> int:
+        if self._file.tell() > 10_000:
+            raise OSError(number, os.strerror(number))
+        return original(self, length)
+
+    monkeypatch.setattr(datafile.DataFile, "_align", aligns)
+    command = [str(llama.path), "--out", str(tmp_path / "engines"), "--no-check", "--quiet"]
+    done = CliRunner().invoke(cli.main, command)
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"Error: {tmp_path / 'engines'}: {folder.FULL[number]}\nhint: {folder.SPACE_HINT}\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write may take a part of the bytes; the rest is written too."""
+    original = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: original(file, data[:7], at))
+    matrix = np.arange(20 * 30, dtype=np.int16).astype(np.int8).reshape(20, 30)
+    with datafile.DataFile(tmp_path / DATA_FILE) as data:
+        place = data.reserve(("a", "b", "int8"), matrix.size)
+        data.fill_columns(place, 20, 0, matrix[:12])
+        data.fill_columns(place, 20, 12, matrix[12:])
+    assert (tmp_path / DATA_FILE).read_bytes() == matrix.T.tobytes()
 
 
 def test_a_folder_of_something_else_is_left_alone(llama: Source, tmp_path: Path) -> None:
