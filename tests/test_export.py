@@ -98,6 +98,7 @@ def contents(path: Path) -> dict[str, bytes]:
 # The data file.
 
 
+# C57: here in fp32, in integers in test_precisions.
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         **tiny_models.BASE | {"vocab_size": 4096}, num_hidden_layers=2, tie_word_embeddings=True
@@ -139,6 +140,7 @@ def test_the_data_file_is_its_ranges(exported_pair: ExportedPair, pair: Pair) ->
     assert end == len(data)
 
 
+# C58.
 def test_all_tensors_outside_of_the_graph(
     llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +164,7 @@ def test_all_tensors_outside_of_the_graph(
         assert len(engine.generate([1, 2], max_new_tokens=3, eos_token_ids=[]).tokens) == 3
 
 
+# C58.
 def test_no_model_is_serialized_in_memory() -> None:
     """A model over 2 GB has no protobuf form in one piece: nothing may ask for one, but for graphs
     that hold no weights of a model."""
@@ -180,6 +183,7 @@ def test_no_model_is_serialized_in_memory() -> None:
 # Whole or not at all.
 
 
+# C59.
 def test_twice_the_same_bytes(llama: Source, tmp_path: Path) -> None:
     out = tmp_path / "engines"
     exporter.export(llama, None, out, UNCHECKED)
@@ -257,6 +261,7 @@ KILLED = """
 """
 
 
+# C59; at random moments: scripts/check_kills.py.
 def test_killed_in_the_middle(llama: Source, tmp_path: Path) -> None:
     """What was there is there; what is left beside it is no engine folder."""
     out = tmp_path / "engines"
@@ -353,6 +358,7 @@ def test_the_room_is_what_the_data_file_takes(
     exported_pair: ExportedPair, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of everything, tables of cosines too; the tokenizer is written before, as its size counts."""
+    sources = exported_pair(pair).sources
     rooms: list[int] = []
 
     def checks(partial: Path, room: int) -> None:
@@ -360,7 +366,7 @@ def test_the_room_is_what_the_data_file_takes(
         rooms.append(room)
 
     monkeypatch.setattr(folder, "check_space", checks)
-    exporter.export(*exported_pair(pair).sources, tmp_path / "out", UNCHECKED)
+    exporter.export(*sources, tmp_path / "out", UNCHECKED)
     size = (tmp_path / "out" / DATA_FILE).stat().st_size
     files = (tmp_path / "out").glob("*.onnx")
     ranges = len({place for path in files for place in external(path).values()})
@@ -433,6 +439,7 @@ def test_moved_renamed_and_read_only(
 # Precision.
 
 
+# C61.
 @pytest.mark.parametrize("name", ["llama", "gemma4-e2b"])
 def test_a_bfloat16_checkpoint(name: str, tmp_path: Path) -> None:
     """bfloat16 is widened: no such tensor or cast in the graph, and it runs."""
@@ -500,6 +507,7 @@ def test_kv_dtype_is_the_sessions(exported_pair: ExportedPair, pair: Pair) -> No
 # Versions.
 
 
+# C63; run on the least ONNX Runtime: scripts/check_min_runtime.py.
 @pytest.mark.parametrize("pair", pair_params(CENTROID))
 def test_versions_are_pinned(exported_pair: ExportedPair, pair: Pair) -> None:
     made = exported_pair(pair)
