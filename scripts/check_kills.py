@@ -78,12 +78,33 @@ class Command:
             preexec_fn=limit,
         )
 
-    def run(self, out: Path) -> None:
+    def run(self, out: Path) -> Times:
         """An export that must succeed. Raises SystemExit where it does not."""
+        started = time.monotonic()
         child = self.start(out)
+        wait_for_data(child, out)
+        begun = time.monotonic()
         _, errors = child.communicate()
         if child.returncode:
             raise SystemExit(f"an undisturbed export failed:\n{errors}")
+        return Times(time.monotonic() - started, time.monotonic() - begun)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of an export: all of it, and from the first byte of the weights on."""
+
+    whole: float
+    from_writing: float
+
+
+def wait_for_data(child: subprocess.Popen[str], out: Path) -> None:
+    """Until ``child`` writes the weights of ``out``, or has ended."""
+    while child.poll() is None:
+        for data in out.parent.glob(f".{OUT}.*.partial/{DATA}"):
+            if f".{child.pid}." in data.parent.name:
+                return
+        time.sleep(POLL_SECONDS)
 
 
 def contents(folder: Path) -> Contents:
@@ -119,16 +140,20 @@ def beside(out: Path) -> list[str]:
 # Kills.
 
 
-def kill(command: Command, out: Path, after: float, before: Contents | None) -> Outcome:
-    """Kill an export ``after`` so many seconds, and look."""
+def kill(
+    command: Command, out: Path, after: float, before: Contents | None, *, writing: bool
+) -> Outcome:
+    """Kill an export ``after`` so many seconds, of ``writing`` or of all, and look."""
     child = command.start(out)
+    if writing:
+        wait_for_data(child, out)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(after)
     finished = child.poll() is not None
     child.kill()
     child.communicate()
     left = [path for path in out.parent.iterdir() if path != out]
-    what = f"killed after {after:.2f} s, {'over a folder' if before else 'to a new place'}"
+    what = f"killed after {after:.2f} s{' of writing' if writing else ''}, {'over a folder' if before else 'to a new place'}"
     if finished:  # before its time; then the folder must be whole
         return Outcome(what, "had finished", [] if loads(out) else ["the folder does not load"])
     wrong = unharmed(out, before)
@@ -141,17 +166,21 @@ def kill(command: Command, out: Path, after: float, before: Contents | None) -> 
 
 
 def kills(
-    command: Command, place: Path, whole: Path, seconds: float, moments: list[float]
+    command: Command, place: Path, whole: Path, times: Times, moments: list[float]
 ) -> Iterator[Outcome]:
-    """Kill at each of ``moments`` (shares of the time), then run once more."""
+    """Kill at each of ``moments`` (shares of the time), then run once more.
+
+    Every other pair of kills is within the writing, which is the shorter part of an export.
+    """
     out = place / OUT
     older = contents(whole)
     for index, share in enumerate(moments):
-        over = index % 2 == 1
+        over, writing = index % 2 == 1, index % 4 >= 2
         shutil.rmtree(out, ignore_errors=True)
         if over:
             shutil.copytree(whole, out)
-        yield kill(command, out, share * seconds, older if over else None)
+        after = share * (times.from_writing if writing else times.whole)
+        yield kill(command, out, after, older if over else None, writing=writing)
     command.run(out)
     got = contents(out)
     wrong = [
@@ -193,12 +222,12 @@ def fill_when_writing(child: subprocess.Popen[str], out: Path, room: int) -> Non
     those count that the export has written by then."""
     before = shutil.disk_usage(out.parent).free
     filler = out.parent / "filler"
-    while child.poll() is None:
-        if any(out.parent.glob(f".{OUT}.*.partial/{DATA}")):
-            with filler.open("wb", buffering=0) as file:
-                os.posix_fallocate(file.fileno(), 0, before - room)
-            return
-        time.sleep(POLL_SECONDS)
+    wait_for_data(child, out)
+    with filler.open("wb", buffering=0) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, before - room)
+        except OSError:  # more than ``room`` was written meanwhile: take all that is left
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(out.parent).free)
 
 
 def failed(
@@ -284,14 +313,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         whole, place = Path(scratch, "undisturbed", OUT), Path(scratch, "killed")
         place.mkdir()
-        started = time.monotonic()
-        command.run(whole)
-        seconds = time.monotonic() - started
+        times = command.run(whole)
         size = sum(path.stat().st_size for path in whole.iterdir())
-        print(f"undisturbed: {seconds:.1f} s, {size:,} bytes", flush=True)
+        print(
+            f"undisturbed: {times.whole:.1f} s, {times.from_writing:.1f} s from the weights on, {size:,} bytes",
+            flush=True,
+        )
         drawn = [] if given.no_kills else moments(given.kills, given.seed)
         outcomes = (
-            [show(one) for one in kills(command, place, whole, seconds, drawn)] if drawn else []
+            [show(one) for one in kills(command, place, whole, times, drawn)] if drawn else []
         )
         outcomes += [show(one) for one in full_disks(command, Path(scratch), whole)]
     wrong = sum(bool(one.wrong) for one in outcomes)
@@ -300,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {
                 "source": given.source,
                 "options": command.options,
-                "seconds": round(seconds, 1),
+                "seconds": round(times.whole, 1),
                 "wrong": wrong,
                 "outcomes": [dataclasses.asdict(one) for one in outcomes],
             }
