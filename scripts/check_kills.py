@@ -153,7 +153,9 @@ def kill(
     child.kill()
     child.communicate()
     left = [path for path in out.parent.iterdir() if path != out]
-    what = f"killed after {after:.2f} s{' of writing' if writing else ''}, {'over a folder' if before else 'to a new place'}"
+    where = "over a folder" if before else "to a new place"
+    what = f"killed after {after:.2f} s{' of writing' if writing else ''}, {where}"
+    finished |= before is None and out.exists()  # it was about to end
     if finished:  # before its time; then the folder must be whole
         return Outcome(what, "had finished", [] if loads(out) else ["the folder does not load"])
     wrong = unharmed(out, before)
@@ -316,7 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times = command.run(whole)
         size = sum(path.stat().st_size for path in whole.iterdir())
         print(
-            f"undisturbed: {times.whole:.1f} s, {times.from_writing:.1f} s from the weights on, {size:,} bytes",
+            f"undisturbed: {times.whole:.1f} s, {times.from_writing:.1f} s of them from the weights"
+            f" on, {size:,} bytes",
             flush=True,
         )
         drawn = [] if given.no_kills else moments(given.kills, given.seed)
