@@ -97,9 +97,8 @@ def test_every_byte_once(
 @pytest.mark.parametrize(("precision", "per_value"), [("fp32", 4.0), ("int8", 1 + 4 / 32)])
 def test_a_folder_is_its_weights(tmp_path: Path, precision: Precision, per_value: float) -> None:
     """With tables so large that the graph files do not matter: 2% more than the weights, once."""
-    config = transformers.LlamaConfig(
-        **tiny_models.BASE | {"vocab_size": 1 << 16}, num_hidden_layers=1, tie_word_embeddings=True
-    )
+    sizes: dict[str, Any] = tiny_models.BASE | {"vocab_size": 1 << 16, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
     model: Any = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "ck")
     tiny_models.tokenizer().save_pretrained(tmp_path / "ck")
