@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -97,6 +98,7 @@ def contents(path: Path) -> dict[str, bytes]:
 # The data file.
 
 
+# C57: here in fp32, in integers in test_precisions.
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         **tiny_models.BASE | {"vocab_size": 4096}, num_hidden_layers=2, tie_word_embeddings=True
@@ -138,6 +140,7 @@ def test_the_data_file_is_its_ranges(exported_pair: ExportedPair, pair: Pair) ->
     assert end == len(data)
 
 
+# C58.
 def test_all_tensors_outside_of_the_graph(
     llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +164,7 @@ def test_all_tensors_outside_of_the_graph(
         assert len(engine.generate([1, 2], max_new_tokens=3, eos_token_ids=[]).tokens) == 3
 
 
+# C58.
 def test_no_model_is_serialized_in_memory() -> None:
     """A model over 2 GB has no protobuf form in one piece: nothing may ask for one, but for graphs
     that hold no weights of a model."""
@@ -179,6 +183,7 @@ def test_no_model_is_serialized_in_memory() -> None:
 # Whole or not at all.
 
 
+# C59.
 def test_twice_the_same_bytes(llama: Source, tmp_path: Path) -> None:
     out = tmp_path / "engines"
     exporter.export(llama, None, out, UNCHECKED)
@@ -186,6 +191,33 @@ def test_twice_the_same_bytes(llama: Source, tmp_path: Path) -> None:
     exporter.export(llama, None, out, UNCHECKED)
     assert contents(out) == first
     assert [path.name for path in tmp_path.iterdir()] == ["engines"]
+
+
+ELSEWHERE = """
+    import sys
+    from pathlib import Path
+    from specexport import exporter
+    from specexport.sources import resolve
+
+    exporter.export(
+        resolve(sys.argv[1]), None, Path(sys.argv[2]), exporter.ExportOptions(check=False)
+    )
+"""
+
+
+# C59. gemma3 makes the set of its kinds of layers in each run, gemma4 keeps one.
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
+def test_the_same_bytes_in_another_process(name: str, tmp_path: Path) -> None:
+    """Hashes of texts differ between processes, so whatever goes through a set of them does."""
+    path = tiny_models.save(name, tmp_path / "checkpoint")
+    made = []
+    for seed in ("1", "2"):  # of hashes; the two sets come in different orders
+        out = tmp_path / seed
+        command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(path), str(out)]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+        made.append(contents(out))
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -229,6 +261,7 @@ KILLED = """
 """
 
 
+# C59; at random moments: scripts/check_kills.py.
 def test_killed_in_the_middle(llama: Source, tmp_path: Path) -> None:
     """What was there is there; what is left beside it is no engine folder."""
     out = tmp_path / "engines"
@@ -314,10 +347,65 @@ def test_a_full_disk_is_seen_before_writing(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**7))
     monkeypatch.setattr(engines, "write_engine", None)
-    with pytest.raises(ExportError, match=r"0\.00 GB are needed, 0\.01 GB are free") as caught:
+    with pytest.raises(ExportError, match=r"[\d,]+ bytes are needed, 10,000,000 are") as caught:
         exporter.export(llama, None, tmp_path / "engines", UNCHECKED)
     assert str(caught.value.hint) == "free some space, or give --out on another disk"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pair", pair_params(CENTROID))
+def test_the_room_is_what_the_data_file_takes(
+    exported_pair: ExportedPair, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of everything, tables of cosines too; the tokenizer is written before, as its size counts."""
+    sources = exported_pair(pair).sources
+    rooms: list[int] = []
+
+    def checks(partial: Path, room: int) -> None:
+        assert [path.name for path in partial.iterdir()] == ["tokenizer.json"]
+        rooms.append(room)
+
+    monkeypatch.setattr(folder, "check_space", checks)
+    exporter.export(*sources, tmp_path / "out", UNCHECKED)
+    size = (tmp_path / "out" / DATA_FILE).stat().st_size
+    files = (tmp_path / "out").glob("*.onnx")
+    ranges = len({place for path in files for place in external(path).values()})
+    assert len(rooms) == 1
+    assert size <= rooms[0] <= size + datafile.SMALL_ALIGNMENT * ranges
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_disk_that_runs_full(
+    llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """While a tensor is written: one sentence, a way out, and nothing left."""
+    original = datafile.DataFile._align
+
+    def aligns(self: datafile.DataFile, length: int) -> int:
+        if self._file.tell() > 10_000:
+            raise OSError(number, os.strerror(number))
+        return original(self, length)
+
+    monkeypatch.setattr(datafile.DataFile, "_align", aligns)
+    command = [str(llama.path), "--out", str(tmp_path / "engines"), "--no-check", "--quiet"]
+    done = CliRunner().invoke(cli.main, command)
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"Error: {tmp_path / 'engines'}: {folder.FULL[number]}\nhint: {folder.SPACE_HINT}\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write may take a part of the bytes; the rest is written too."""
+    original = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: original(file, data[:7], at))
+    matrix = np.arange(20 * 30, dtype=np.int16).astype(np.int8).reshape(20, 30)
+    with datafile.DataFile(tmp_path / DATA_FILE) as data:
+        place = data.reserve(("a", "b", "int8"), matrix.size)
+        data.fill_columns(place, 20, 0, matrix[:12])
+        data.fill_columns(place, 20, 12, matrix[12:])
+    assert (tmp_path / DATA_FILE).read_bytes() == matrix.T.tobytes()
 
 
 def test_a_folder_of_something_else_is_left_alone(llama: Source, tmp_path: Path) -> None:
@@ -351,6 +439,7 @@ def test_moved_renamed_and_read_only(
 # Precision.
 
 
+# C61.
 @pytest.mark.parametrize("name", ["llama", "gemma4-e2b"])
 def test_a_bfloat16_checkpoint(name: str, tmp_path: Path) -> None:
     """bfloat16 is widened: no such tensor or cast in the graph, and it runs."""
@@ -418,6 +507,7 @@ def test_kv_dtype_is_the_sessions(exported_pair: ExportedPair, pair: Pair) -> No
 # Versions.
 
 
+# C63; run on the least ONNX Runtime: scripts/check_min_runtime.py.
 @pytest.mark.parametrize("pair", pair_params(CENTROID))
 def test_versions_are_pinned(exported_pair: ExportedPair, pair: Pair) -> None:
     made = exported_pair(pair)

@@ -31,6 +31,11 @@ class Range:
     length: int
 
 
+def alignment(length: int) -> int:
+    """What the place of a tensor of ``length`` bytes is a multiple of."""
+    return LARGE_ALIGNMENT if length >= LARGE_TENSOR else SMALL_ALIGNMENT
+
+
 class DataFile:
     """Appends tensors; the same key is stored once and gets the same range."""
 
@@ -109,16 +114,24 @@ class DataFile:
         self._file.flush()
         number = self._file.fileno()
         for row, piece in enumerate(turned):
-            os.pwrite(number, piece.data, place.offset + row * width + start)
+            _write_at(number, piece.data, place.offset + row * width + start)
         if self._progress is not None:
             self._progress(turned.nbytes)
 
     def _align(self, length: int) -> int:
         """Pad the file up to where ``length`` bytes may begin; the place."""
-        align = LARGE_ALIGNMENT if length >= LARGE_TENSOR else SMALL_ALIGNMENT
+        align = alignment(length)
         offset = -(-self._file.tell() // align) * align
         self._file.write(b"\0" * (offset - self._file.tell()))
         return offset
+
+
+def _write_at(number: int, data: memoryview, offset: int) -> None:
+    """All of ``data`` at ``offset``: a nearly full disk takes a part, and says so only when asked
+    for the rest."""
+    while data:
+        written = os.pwrite(number, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def _convert(chunk: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:

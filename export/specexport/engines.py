@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specexport import heap
-from specexport.datafile import DATA_FILE, DataFile, Range
+from specexport.datafile import DATA_FILE, DataFile, Range, alignment
 from specexport.errors import ExportError
 from specexport.made import Sources, key, write
 from specgraphs import experts
@@ -25,16 +25,38 @@ INLINE_BELOW = 1024  # bytes; smaller values stand in the graph file itself
 
 def bytes_to_write(graphs: Iterable[EngineGraph], sources: Sources) -> int:
     """Bytes that the data file will hold, without alignment."""
+    return sum(_sizes(graphs, sources))
+
+
+def room_to_write(graphs: Iterable[EngineGraph], sources: Sources) -> int:
+    """Bytes that the data file will have at most, with alignment."""
+    return sum(size + alignment(size) for size in _sizes(graphs, sources))
+
+
+def _sizes(graphs: Iterable[EngineGraph], sources: Sources) -> list[int]:
+    """Of everything that :func:`write_engine` writes to the data file, once each."""
     seen: dict[tuple[str, ...], int] = {}
     for graph in graphs:
-        for name, ref in graph.weights.items():
-            value = graph.model.graph.initializers[name]
-            same = sources.canonical(ref)
-            seen[(same.origin, same.label, str(value.dtype))] = _size(value)
-        for name, made in graph.made.items():
-            value = graph.model.graph.initializers[name]
-            seen[(*key(made, sources), str(value.dtype))] = _size(value)
-    return sum(seen.values())
+        for name, value in graph.model.graph.initializers.items():
+            if name in graph.made:
+                stored = key(graph.made[name], sources)
+            elif _size(value) < INLINE_BELOW:
+                continue
+            elif name in graph.weights:
+                same = sources.canonical(graph.weights[name])
+                stored = (same.origin, same.label)
+            else:
+                stored = _content(_constant(graph, name, value))
+            seen[(*stored, str(value.dtype))] = _size(value)
+    return list(seen.values())
+
+
+def _constant(graph: EngineGraph, name: str, value: ir.Value) -> NDArray[Any]:
+    """A value that is in the graph already, or with it."""
+    if name in graph.constants:
+        return graph.constants[name]
+    assert value.const_value is not None, name
+    return value.const_value.numpy()
 
 
 def step_bytes(graph: EngineGraph) -> int:

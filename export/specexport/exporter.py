@@ -336,8 +336,12 @@ def _write(
         weights |= part.weights
     sources = Sources(weights, plan.importance)
     stored = quantization.apply(graphs, plan, sources, settings)
+    # First, so that the space it takes is seen below.
+    tokenizer = target.write_tokenizer(partial)
+    for part in drafting:
+        part.write_files(partial)
+    folder.check_space(partial, engines.room_to_write(graphs.values(), sources))
     total = engines.bytes_to_write(graphs.values(), sources)
-    folder.check_space(partial, total)
     done = 0
 
     def count(size: int) -> None:
@@ -348,9 +352,6 @@ def _write(
     with DataFile(partial / DATA_FILE, count) as data:
         for name, graph in graphs.items():
             engines.write_engine(graph, partial / file_name(name), data, sources)
-    tokenizer = target.write_tokenizer(partial)
-    for part in drafting:
-        part.write_files(partial)
     files = folder.listing(partial)
     sha256 = {entry.path: entry.sha256 for entry in files}
     specs = chosen.specs(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -15,8 +16,14 @@ from specexport.errors import ExportError
 from specrun.manifest import MANIFEST, FileEntry, sha256_of
 from specrun.tuning import TUNING
 
-HEADROOM = 64 << 20  # bytes left free beside what is written
+HEADROOM = 64 << 20  # bytes beside the weights: graph files and the manifest, and some left free
 PARTIAL, OLD = ".partial", ".old"  # ends of the names of what stands beside the folder meanwhile
+SPACE_HINT = "free some space, or give --out on another disk"
+FULL = {
+    errno.ENOSPC: "the disk ran full while the folder was written",
+    errno.EDQUOT: "the quota of the disk was reached while the folder was written",
+    errno.EFBIG: "a file of the folder became larger than files may be here (ulimit -f)",
+}
 
 
 @contextlib.contextmanager
@@ -24,18 +31,31 @@ def atomic(out: Path) -> Iterator[Path]:
     """A new folder beside ``out`` that takes its place when the block ends without an error.
 
     An engine folder that is there already is replaced; anything else that is there is refused
-    before the block runs. On an error nothing is left and what was there stays.
+    before the block runs. On an error nothing is left and what was there stays; that of a full disk
+    becomes an ExportError.
     """
     check_target(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _clear_up(out)
-    partial = _beside(out, PARTIAL)
+    with _explaining_a_full_disk(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _clear_up(out)
+        partial = _beside(out, PARTIAL)
+        try:
+            yield partial
+            partial.chmod(0o777 & ~_umask())
+            _take_place(partial, out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _explaining_a_full_disk(out: Path) -> Iterator[None]:
+    """An error of writing for want of space names no file and no way out; this one does."""
     try:
-        yield partial
-        partial.chmod(0o777 & ~_umask())
-        _take_place(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise ExportError(f"{out}: {FULL[error.errno]}", hint=SPACE_HINT) from error
 
 
 def check_target(out: Path) -> None:
@@ -79,8 +99,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + HEADROOM:
         raise ExportError(
-            f"{folder.parent}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free",
-            hint="free some space, or give --out on another disk",
+            f"{folder.parent}: {needed + HEADROOM:,} bytes are needed, {free:,} are free",
+            hint=SPACE_HINT,
         )
 
 

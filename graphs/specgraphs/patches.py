@@ -1,8 +1,9 @@
 """Makes a transformers model emit the operators of :mod:`specgraphs.ops` while it is traced.
 
 Attention goes through transformers' own registry; norms are patched on the instances of the one
-model; the rotary function of the modeling module is swapped inside a context manager and put back.
-Nothing else of transformers is touched, so its code computes everything else.
+model; the rotary function of the modeling module is swapped inside a context manager and put back,
+and so is the order in which it goes through sets. Nothing else of transformers is touched, so its
+code computes everything else.
 """
 
 from __future__ import annotations
@@ -117,6 +118,41 @@ def rotary_as_operator(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for modeling, name, original in swapped:
             setattr(modeling, name, original)
+
+
+class _Sorted(set[Any]):
+    """A set that is gone through in order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=str))
+
+
+@contextlib.contextmanager
+def sets_in_order(model: torch.nn.Module) -> Iterator[None]:
+    """Let the modeling code of ``model`` go through sets in order; put back on exit.
+
+    Cosines and sines of each kind of layer are computed by going through a set of their names,
+    whose hashes are others in every process: the graph file would be another one each time.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    modelings = [sys.modules[name] for name in names if name.startswith("transformers.")]
+    kept = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, set) and not name.startswith("_")  # those are torch's own
+    ]
+    try:
+        for modeling in modelings:
+            vars(modeling)["set"] = _Sorted
+        for module, name, value in kept:
+            setattr(module, name, _Sorted(value))
+        yield
+    finally:
+        for modeling in modelings:
+            vars(modeling).pop("set", None)
+        for module, name, value in kept:
+            setattr(module, name, value)
 
 
 def _rotary_like(original: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -147,10 +147,12 @@ def export(
 ) -> ir.Model:
     """Trace ``module(*args)`` on fake tensors to an ONNX IR model; initializers have no values.
 
-    Runs under the rotary patch, so norms, rotary and attention are single nodes.
+    Runs under the rotary patch, so norms, rotary and attention are single nodes; the same module
+    gives the same graph in every process.
     """
     module.eval()
-    with mode, torch.no_grad(), patches.rotary_as_operator(module), _quiet():
+    rotary, in_order = patches.rotary_as_operator(module), patches.sets_in_order(module)
+    with mode, torch.no_grad(), rotary, in_order, _quiet():
         program = torch.onnx.export(
             module,
             args,
