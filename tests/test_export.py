@@ -288,9 +288,16 @@ def test_what_a_killed_export_left_is_cleared_up(tmp_path: Path) -> None:
     moved = tmp_path / f".engines.{dead.pid}.abc.old" / "engines"
     moved.mkdir(parents=True)
     (moved / manifests.MANIFEST).write_text(EARLIER)
-    running = tmp_path / f".engines.{os.getpid()}.abc.partial"
+    # The process number of a killed export may be that of another process by now, even this one.
+    again = tmp_path / f".engines.{os.getpid()}.def.partial"
+    again.mkdir()
+    running = tmp_path / f".engines.{dead.pid}.ghi.partial"
     running.mkdir()
-    with pytest.raises(RuntimeError, match="interrupted"), folder.atomic(out):
+    with (
+        folder._held(running),
+        pytest.raises(RuntimeError, match="interrupted"),
+        folder.atomic(out),
+    ):
         assert contents(out) == {manifests.MANIFEST: EARLIER.encode()}
         raise RuntimeError("interrupted")
     assert contents(out) == {manifests.MANIFEST: EARLIER.encode()}

@@ -16,6 +16,11 @@ from specexport.errors import ExportError
 from specrun.manifest import MANIFEST, FileEntry, sha256_of
 from specrun.tuning import TUNING
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 HEADROOM = 64 << 20  # bytes beside the weights: graph files and the manifest, and some left free
 PARTIAL, OLD = ".partial", ".old"  # ends of the names of what stands beside the folder meanwhile
 SPACE_HINT = "free some space, or give --out on another disk"
@@ -40,7 +45,8 @@ def atomic(out: Path) -> Iterator[Path]:
         _clear_up(out)
         partial = _beside(out, PARTIAL)
         try:
-            yield partial
+            with _held(partial):
+                yield partial
             partial.chmod(0o777 & ~_umask())
             _take_place(partial, out)
         finally:
@@ -120,16 +126,17 @@ def _take_place(new: Path, out: Path) -> None:
         return
     check_target(out)  # once more: an export takes its time
     old = _beside(out, OLD)
-    out.rename(old / out.name)
-    try:
-        new.rename(out)
-    except BaseException:
-        if not out.exists():
-            (old / out.name).rename(out)
-        raise
-    finally:
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)
+    with _held(old):
+        out.rename(old / out.name)
+        try:
+            new.rename(out)
+        except BaseException:
+            if not out.exists():
+                (old / out.name).rename(out)
+            raise
+        finally:
+            if out.exists():
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(out: Path, suffix: str) -> Path:
@@ -142,11 +149,44 @@ def _clear_up(out: Path) -> None:
     """Remove what a killed export left beside ``out``; put back a folder it had moved away."""
     for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.*")):
         owner = left.name.removeprefix(f".{out.name}.").partition(".")[0]
-        if left.suffix not in (PARTIAL, OLD) or not owner.isdigit() or _runs(int(owner)):
+        if left.suffix not in (PARTIAL, OLD) or not owner.isdigit():
+            continue
+        if _is_held(left, int(owner)):
             continue
         if left.suffix == OLD and not out.exists() and (left / out.name).is_dir():
             (left / out.name).rename(out)
         shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Lock ``folder`` where the system can; the lock ends with the process, however that ends."""
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                handle = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _is_held(folder: Path, owner: int) -> bool:
+    """Whether a running export writes to ``folder``: by its lock, else by the process in its name.
+
+    Numbers of processes repeat, in containers all the time, so they count where locks do not work.
+    """
+    if fcntl is None or not folder.is_dir():
+        return _runs(owner)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return _runs(owner)
+    finally:
+        os.close(handle)
+    return False
 
 
 def _runs(pid: int) -> bool:

@@ -40,6 +40,7 @@ FLAGS = {
     "head_precision": "--head-precision",
     "embedding_precision": "--embedding-precision",
     "block_size": "--block-size",
+    "memory_gb": "--memory",
 }
 
 
