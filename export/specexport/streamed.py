@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specexport import heap
 from specexport.datafile import CHUNK_BYTES
 from specexport.sources import Source
 from specexport.weights import Weights
@@ -85,6 +86,7 @@ def _drop(names: list[str]) -> Any:
             assert parameter is not None
             empty = torch.empty_like(parameter, device="meta")
             module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+        heap.give_back()
 
     return hook
 
@@ -128,6 +130,7 @@ def _experts(module: Any, weights: Weights, path: str) -> Any:
             gate, up = (x[rows] @ matrix("gate_up_proj", expert).T).chunk(2, dim=-1)
             y = (module.act_fn(gate) * up) @ matrix("down_proj", expert).T
             out.index_add_(0, rows, y * shares[rows, place, None])
+        heap.give_back()
         return out
 
     return forward
