@@ -27,7 +27,8 @@ from specexport.parts.base import Settings
 from specexport.parts.early_exit import TargetInParts
 from specexport.parts.target import causal_spec
 from specexport.sources import Source, resolve
-from specgraphs import families
+from specgraphs import experts, families
+from specgraphs.formats import Formats
 from specgraphs.split import plan_split, trace_head, trace_layers
 from specgraphs.target import trace_target
 from specgraphs.trace import build_fake
@@ -137,6 +138,7 @@ def write(name: str, cuts: tuple[int, ...], folder: Path) -> None:
     graphs[TARGET_ENGINE] = trace_target(fake, "fp32", max_context=CONTEXT)
     with DataFile(folder / DATA_FILE) as data:
         for engine, graph in graphs.items():
+            experts.expand(graph, {"target": Formats("fp32", "fp32", "fp32")})
             path = folder / f"{engine}.onnx"
             engines.write_engine(graph, path, data, Sources({"target": source.weights}))
     source.write_tokenizer(folder)

@@ -676,7 +676,7 @@ def test_streamed_linear_in_pieces(
 ) -> None:
     options: dict[str, Any] = {"max_context": 64, "block": 5, "memory": 0}
     whole = references.compute(llama, [], **options)
-    monkeypatch.setattr(streamed, "MODULE_BYTES", 1 << 10)
+    monkeypatch.setattr(streamed, "LINEAR_BYTES", 1 << 10)
     monkeypatch.setattr(streamed, "CHUNK_BYTES", 1 << 8)
     parts = references.compute(llama, [], **options)
     for position, logits in whole.logits.items():

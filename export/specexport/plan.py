@@ -105,8 +105,9 @@ def make(
 
 def _calibration_bytes(engines: Sequence[EnginePlan], precisions: Precisions) -> int:
     """What calibration may add to the target: 8 bits for some layers, scales of activations."""
-    stored = {one.key: one for engine in engines for one in engine.stored}.values()
-    own = [one for one in stored if one.key[0] == "target" and not one.table]
+    # What one engine looks up may be the head of another.
+    read = {one.key: one for engine in engines for one in engine.stored if not one.table}
+    own = [one for one in read.values() if one.key[0] == "target"]
     if precisions.target == "int4":
         blocks = sum(one.nbytes for one in own if "blocks" in one.key[2])
         return int(EIGHT_BITS_BUDGET * blocks)
