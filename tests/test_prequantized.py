@@ -1,4 +1,5 @@
-"""Checkpoints that are quantized already: what they stand for, and that engines get their integers."""
+"""Checkpoints that are quantized already: what they stand for, and that engines get their
+integers."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ TOLERANCE: dict[Precision, float] = {
 ROUTED_FACTOR = 4.0  # in integers, where rounding sends a row to another expert at a near tie
 NOISE_FACTOR = 4.0  # of transformers' own loss in the export's precision, where it was measured
 SELF_CHECK_TOKENS = 24
-FEW_CASES, SELF_CHECK_TOKENS_OF_FEW = 3, 3  # where a run takes minutes
+SELF_CHECK_TOKENS_OF_FEW = 3  # where a run takes minutes
 CHAIN = "_chain"  # ends the names of tensors computed from the engine's own results
 CHAIN_FACTOR = 100.0  # of the tolerance, for draft steps that feed themselves
 
@@ -78,7 +78,7 @@ def check(
     for part in parts:
         cases += part.compare(opened, reference.tokens, reference.drafts[part.method])
         done = _tick(progress, done, total)
-    wanted = SELF_CHECK_TOKENS if len(reference.cases) > FEW_CASES else SELF_CHECK_TOKENS_OF_FEW
+    wanted = SELF_CHECK_TOKENS_OF_FEW if reference.few else SELF_CHECK_TOKENS
     count = min(wanted, manifest.generation.max_context, len(reference.tokens))
     block, single = _in_two_widths(opened.target, reference.tokens[None, :count])
     noise = _lead_noise(block, single)

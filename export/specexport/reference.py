@@ -40,7 +40,8 @@ class Reference:
     ``tokens`` int64 ``[n]``; ``logits`` position -> float32 ``[vocabulary]``; ``hidden`` float32
     ``[n, hidden size]``, after the final norm; ``scope`` says how the model was run; ``drafts``:
     what each part saw. ``noise``: tensor -> how far transformers' own run in the export's
-    precision is from its fp32 run. ``routed``: the model has routed experts.
+    precision is from its fp32 run. ``routed``: the model has routed experts. ``few``: see
+    :func:`plan_cases`.
     """
 
     tokens: NDArray[np.int64] = field(repr=False)
@@ -51,6 +52,7 @@ class Reference:
     scope: str
     noise: dict[str, float] = field(default_factory=dict)
     routed: bool = False
+    few: bool = False
 
 
 def plan_cases(config: Any, max_context: int, block: int, *, few: bool = False) -> tuple[Case, ...]:
@@ -90,7 +92,7 @@ def compute(
     total = max(case.past_length + case.rows for case in cases)
     generator = np.random.default_rng(SEED)
     tokens = generator.integers(0, target.config.vocab_size, total, dtype=np.int64)
-    seen = _run(target, parts, tokens, cases, memory, torch.float32)
+    seen = replace(_run(target, parts, tokens, cases, memory, torch.float32), few=few)
     if precision == "fp32" or seen.scope not in (WHOLE, DEQUANTIZED):
         return seen
     rounded = _run(target, parts, tokens, cases, memory, torch.float16)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from specgraphs import rotation
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import ACCURACY_LEVEL, HEAD, Formats, LinearFormat
+from specgraphs.nodes import Nodes
 from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
 from specrun import contract
 
@@ -150,7 +151,7 @@ class _Editor:
         if chosen.kind == "float" and len(group.nodes) == 1:
             return
         total = sum(group.sizes)
-        nodes = _Nodes(first.name or "linear")
+        nodes = Nodes(first.name or "linear")
         sources = tuple(group.refs)
         x = first.inputs[0]
         assert x is not None and x.dtype is not None
@@ -180,7 +181,7 @@ class _Editor:
 
     def _blocks(
         self,
-        nodes: _Nodes,
+        nodes: Nodes,
         x: ir.Value,
         sources: tuple[WeightRef, ...],
         chosen: LinearFormat,
@@ -202,7 +203,7 @@ class _Editor:
 
     def _rows(
         self,
-        nodes: _Nodes,
+        nodes: Nodes,
         x: ir.Value,
         group: _Group,
         rows: int,
@@ -253,13 +254,13 @@ class _Editor:
         y = nodes.add("Reshape", total, self._shape(nodes, x, rows, owner))
         return nodes.add("Mul", y, largest)
 
-    def _rotated(self, nodes: _Nodes, x: ir.Value, size: int, shape: ir.Value) -> ir.Value:
+    def _rotated(self, nodes: Nodes, x: ir.Value, size: int, shape: ir.Value) -> ir.Value:
         """``x``, of ``shape``, with pieces of ``size`` columns rotated."""
         pieces = nodes.add("Reshape", x, self.constant(np.array([-1, size], np.int64)))
         turned = nodes.add("MatMul", pieces, self.constant(rotation.matrix(size)))
         return nodes.add("Reshape", turned, shape)
 
-    def _shape(self, nodes: _Nodes, x: ir.Value, columns: int, owner: ir.Graph) -> ir.Value:
+    def _shape(self, nodes: Nodes, x: ir.Value, columns: int, owner: ir.Graph) -> ir.Value:
         """The shape of ``x`` with another last size, once for values of the same sizes there."""
         assert x.shape is not None
         sizes = (id(owner), *(str(size) for size in x.shape[:-1]))
@@ -301,7 +302,7 @@ class _Editor:
         data, *rest = self._block_values(
             (ref,), chosen, rows, columns, as_table=True, lead=tuple(lead)
         )
-        nodes = _Nodes(node.name or "gather")
+        nodes = Nodes(node.name or "gather")
         out = nodes.add(
             "GatherBlockQuantized",
             data,
@@ -320,7 +321,7 @@ class _Editor:
         assert node.inputs[0] is not None and node.inputs[0].shape is not None
         rows, columns = node.inputs[0].shape.numpy()
         values, scales = self._column_values((ref,), chosen, rows, columns)
-        nodes = _Nodes(node.name or "gather")
+        nodes = Nodes(node.name or "gather")
         ids = node.inputs[1]
         found = nodes.add("Gather", values, ids, axis=1)  # [columns, batch, rows]
         found = nodes.add("Transpose", found, perm=[1, 2, 0])
@@ -337,7 +338,7 @@ class _Editor:
             out = nodes.add("Mul", out, self.constant(inverse.astype(np.float32)))
         self._swap(node, nodes, out)
 
-    def _swap(self, node: ir.Node, nodes: _Nodes, out: ir.Value) -> None:
+    def _swap(self, node: ir.Node, nodes: Nodes, out: ir.Value) -> None:
         owner = _owner(node)
         owner.insert_before(node, nodes.nodes)
         old = node.outputs[0]
@@ -426,29 +427,6 @@ class _Editor:
                 del self.graph.initializers[name]
                 del self.engine.weights[name]
         self.engine.model.opset_imports["com.microsoft"] = 1
-
-
-class _Nodes:
-    """New nodes in order, named after the one that they stand for."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.nodes: list[ir.Node] = []
-
-    def add(
-        self, op: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
-    ) -> ir.Value:
-        return self.add_many(op, 1, *inputs, domain=domain, **attributes)[0]
-
-    def add_many(
-        self, op: str, count: int, *inputs: ir.Value | None, domain: str = "", **attributes: Any
-    ) -> list[ir.Value]:
-        name = f"{self.name}.{len(self.nodes)}"
-        node = ir.node(op, list(inputs), attributes, domain=domain, num_outputs=count, name=name)
-        for index, output in enumerate(node.outputs):
-            output.name = f"{name}.{index}"
-        self.nodes.append(node)
-        return list(node.outputs)
 
 
 def _columns(node: ir.Node) -> int:

@@ -36,6 +36,7 @@ import torch
 from specgraphs import ops
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import Formats
+from specgraphs.nodes import Nodes
 from specgraphs.recipes import WeightRef
 
 IMPLEMENTATION = "specgraphs_experts"  # under which our function is registered
@@ -111,7 +112,6 @@ class _Expansion:
     def __init__(self, node: ir.Node, graph: EngineGraph, formats: Mapping[str, Formats]) -> None:
         self.node = node
         self.engine = graph
-        self.nodes: list[ir.Node] = []
         x, index, shares, gate_up, down = node.inputs
         assert x is not None and index is not None and shares is not None
         assert gate_up is not None and gate_up.shape is not None and x.dtype is not None
@@ -125,13 +125,13 @@ class _Expansion:
         self.in_floats = any(formats[r.origin].linear(r.name).kind == "float" for r in refs)
         if self.in_floats:
             graph.model.graph.meta[IN_FLOATS] = EXACT_ROWS
-        self.prefix = node.name or (node.outputs[0].name or "experts")
+        self.nodes = Nodes(node.name or node.outputs[0].name or "experts")
 
     def apply(self) -> None:
         owner = self.node.graph
         assert isinstance(owner, ir.Graph)
         out = self._combined()
-        owner.insert_before(self.node, self.nodes)
+        owner.insert_before(self.node, self.nodes.nodes)
         old = self.node.outputs[0]
         out.shape, out.type, out.name = old.shape, old.type, old.name
         old.name = None
@@ -145,19 +145,19 @@ class _Expansion:
     def _combined(self) -> ir.Value:
         """``out``, from the results of all experts one below the other."""
         used = self._by_expert()  # int64 [count, n]
-        needed = self._add("ReduceMax", used, self._ints(1), keepdims=0)
-        numbers = self._add("ReduceSum", used, self._ints(1), keepdims=0)
-        pairs = self._add("NonZero", used)
-        rows = self._add("Gather", pairs, self._constant(np.array(1, np.int64)), axis=0)
-        of_expert = self._add_many("Split", self.count, rows, numbers, axis=0)
-        runs = self._add_many(
+        needed = self.nodes.add("ReduceMax", used, self._ints(1), keepdims=0)
+        numbers = self.nodes.add("ReduceSum", used, self._ints(1), keepdims=0)
+        pairs = self.nodes.add("NonZero", used)
+        rows = self.nodes.add("Gather", pairs, self._constant(np.array(1, np.int64)), axis=0)
+        of_expert = self.nodes.add_many("Split", self.count, rows, numbers, axis=0)
+        runs = self.nodes.add_many(
             "Split",
             self.count,
-            self._add("Cast", needed, to=ir.DataType.BOOL),
+            self.nodes.add("Cast", needed, to=ir.DataType.BOOL),
             axis=0,
             num_outputs=self.count,
         )
-        nothing = self._add("Slice", self.x, self._ints(0), self._ints(0), self._ints(0))
+        nothing = self.nodes.add("Slice", self.x, self._ints(0), self._ints(0), self._ints(0))
         top = self.index.shape
         assert top is not None
         share = int(top[-1]) / self.count  # type: ignore[arg-type]
@@ -165,39 +165,39 @@ class _Expansion:
             self._expert(number, run, mine, nothing, share)
             for number, (run, mine) in enumerate(zip(runs, of_expert, strict=True))
         ]
-        together = self._add("Concat", *results, axis=0)
+        together = self.nodes.add("Concat", *results, axis=0)
         # Where the result of a row's j-th expert stands: results lie as ``used`` does.
-        flat = self._add("Reshape", used, self._ints(-1))
-        place = self._add("CumSum", flat, self._constant(np.array(0, np.int64)), exclusive=1)
-        place = self._add("Reshape", place, self._add("Shape", used))
-        place = self._add("Transpose", place, perm=[1, 0])
-        place = self._add("GatherElements", place, self.index, axis=1)  # [n, k]
-        found = self._add("Gather", together, place, axis=0)  # [n, k, hidden]
-        found = self._add("Cast", found, to=ir.DataType.FLOAT)
-        shares = self._add("Cast", self.shares, to=ir.DataType.FLOAT)
-        scaled = self._add("Mul", found, self._add("Unsqueeze", shares, self._ints(-1)))
-        total = self._add("ReduceSum", scaled, self._ints(1), keepdims=0)
-        return self._add("Cast", total, to=self.dtype)
+        flat = self.nodes.add("Reshape", used, self._ints(-1))
+        place = self.nodes.add("CumSum", flat, self._constant(np.array(0, np.int64)), exclusive=1)
+        place = self.nodes.add("Reshape", place, self.nodes.add("Shape", used))
+        place = self.nodes.add("Transpose", place, perm=[1, 0])
+        place = self.nodes.add("GatherElements", place, self.index, axis=1)  # [n, k]
+        found = self.nodes.add("Gather", together, place, axis=0)  # [n, k, hidden]
+        found = self.nodes.add("Cast", found, to=ir.DataType.FLOAT)
+        shares = self.nodes.add("Cast", self.shares, to=ir.DataType.FLOAT)
+        scaled = self.nodes.add("Mul", found, self.nodes.add("Unsqueeze", shares, self._ints(-1)))
+        total = self.nodes.add("ReduceSum", scaled, self._ints(1), keepdims=0)
+        return self.nodes.add("Cast", total, to=self.dtype)
 
     def _by_expert(self) -> ir.Value:
         """1 where an expert is to compute a row, int64 ``[count, n]``."""
         depth = self._constant(np.array(self.count, np.int64))
-        used = self._add("OneHot", self.index, depth, self._ints(0, 1), axis=-1)
-        used = self._add("ReduceMax", used, self._ints(1), keepdims=0)  # [n, count]
+        used = self.nodes.add("OneHot", self.index, depth, self._ints(0, 1), axis=-1)
+        used = self.nodes.add("ReduceMax", used, self._ints(1), keepdims=0)  # [n, count]
         if self.in_floats:
-            needed = self._add("ReduceMax", used, self._ints(0), keepdims=1)
-            rows = self._add("Shape", self.x, start=0, end=1)
-            few = self._add("LessOrEqual", rows, self._ints(EXACT_ROWS))
-            few = self._add("Cast", few, to=ir.DataType.INT64)
-            used = self._add("Max", used, self._add("Mul", needed, few))
-        return self._add("Transpose", used, perm=[1, 0])
+            needed = self.nodes.add("ReduceMax", used, self._ints(0), keepdims=1)
+            rows = self.nodes.add("Shape", self.x, start=0, end=1)
+            few = self.nodes.add("LessOrEqual", rows, self._ints(EXACT_ROWS))
+            few = self.nodes.add("Cast", few, to=ir.DataType.INT64)
+            used = self.nodes.add("Max", used, self.nodes.add("Mul", needed, few))
+        return self.nodes.add("Transpose", used, perm=[1, 0])
 
     def _expert(
         self, number: int, run: ir.Value, rows: ir.Value, nothing: ir.Value, share: float
     ) -> ir.Value:
         """Results of one expert for ``rows`` int64 ``[m]``: ``[m, hidden]``, none if it is idle."""
-        name = f"{self.prefix}.{number}"
-        then = _Branch(f"{name}.then")
+        name = f"{self.nodes.name}.expert.{number}"
+        then = Nodes(f"{name}.then")
         x = then.add("Gather", self.x, rows, axis=0)
         self._typed(x, self.hidden)
         both = then.add(*self._product(x, 0, number), transB=1, domain="com.microsoft")
@@ -208,13 +208,13 @@ class _Expansion:
         inner = then.add("Mul", gate, up)
         self._typed(inner, self.width)
         out = then.add(*self._product(inner, 1, number), transB=1, domain="com.microsoft")
-        idle = _Branch(f"{name}.idle")
+        idle = Nodes(f"{name}.idle")
         none = idle.add("Identity", nothing)
         for value in (out, none):
             self._typed(value, self.hidden)
-        branch = then.graph(out)
+        branch = then.branch(out)
         branch.meta[SHARE] = share
-        chosen = self._add("If", run, then_branch=branch, else_branch=idle.graph(none))
+        chosen = self.nodes.add("If", run, then_branch=branch, else_branch=idle.branch(none))
         self._typed(chosen, self.hidden)
         return chosen
 
@@ -242,51 +242,6 @@ class _Expansion:
         return self._constant(np.array(values, dtype=np.int64))
 
     def _constant(self, array: np.ndarray) -> ir.Value:
-        value = self._add("Constant", value=ir.Tensor(array))
+        value = self.nodes.add("Constant", value=ir.Tensor(array))
         value.dtype, value.shape = ir.DataType.INT64, ir.Shape(array.shape)
         return value
-
-    def _add(self, op: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        return self._add_many(op, 1, *inputs, **attributes)[0]
-
-    def _add_many(
-        self, op: str, count: int, *inputs: ir.Value | None, **attributes: Any
-    ) -> list[ir.Value]:
-        name = f"{self.prefix}.n{len(self.nodes)}"
-        return _append(self.nodes, name, op, count, *inputs, **attributes)
-
-
-class _Branch:
-    """The nodes of one branch of an If; it reads values of the graph around it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.nodes: list[ir.Node] = []
-
-    def add(self, op: str, *inputs: ir.Value | None, domain: str = "", **attrs: Any) -> ir.Value:
-        return self.add_many(op, 1, *inputs, domain=domain, **attrs)[0]
-
-    def add_many(
-        self, op: str, count: int, *inputs: ir.Value | None, domain: str = "", **attrs: Any
-    ) -> list[ir.Value]:
-        name = f"{self.name}.{len(self.nodes)}"
-        return _append(self.nodes, name, op, count, *inputs, domain=domain, **attrs)
-
-    def graph(self, output: ir.Value) -> ir.Graph:
-        return ir.Graph([], [output], nodes=self.nodes, name=self.name)
-
-
-def _append(
-    nodes: list[ir.Node],
-    name: str,
-    op: str,
-    count: int,
-    *inputs: ir.Value | None,
-    domain: str = "",
-    **attributes: Any,
-) -> list[ir.Value]:
-    node = ir.node(op, list(inputs), attributes, domain=domain, num_outputs=count, name=name)
-    for index, output in enumerate(node.outputs):
-        output.name = f"{name}.{index}"
-    nodes.append(node)
-    return list(node.outputs)
