@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+SECONDS_TO_LOCK = 5  # from the making of a folder
 HEADROOM = 64 << 20  # bytes beside the weights: graph files and the manifest, and some left free
 PARTIAL, OLD = ".partial", ".old"  # ends of the names of what stands beside the folder meanwhile
 SPACE_HINT = "free some space, or give --out on another disk"
@@ -186,7 +188,9 @@ def _is_held(folder: Path, owner: int) -> bool:
         return _runs(owner)
     finally:
         os.close(handle)
-    return False
+    # Between its making and its lock.
+    new = time.time() - folder.stat().st_mtime < SECONDS_TO_LOCK
+    return new and owner != os.getpid() and _runs(owner)
 
 
 def _runs(pid: int) -> bool:
