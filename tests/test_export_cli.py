@@ -118,6 +118,14 @@ def test_a_preset_without_a_network(preset: str, tmp_path: Path) -> None:
         ((".", "-o", "out", "--max-context", "many"), "'many' is not a valid integer"),
         ((".", "-o", "out", "--nothing"), "No such option"),
         ((".", "-o", "out", "--num-draft", "0"), "Error: --num-draft: must be at least 1, got 0"),
+        (
+            (".", "-o", "out", "--memory", "inf"),
+            "--memory: must be more than 1.07 and finite, got inf",
+        ),
+        (
+            (".", "-o", "out", "--memory", "nan"),
+            "--memory: must be more than 1.07 and finite, got nan",
+        ),
         ((".", "-o", "out", "--max-context", "1"), "--max-context: must be at least 2, got 1"),
         (("check",), "Missing argument 'FOLDER'"),
         (("inspect", "a", "b"), "unexpected extra argument"),

@@ -1071,3 +1071,14 @@ def test_the_cheapest_format_that_is_good_enough() -> None:
     assert (choice.format.rotation, choice.format.terms) == (0, 2)
     choice = chosen_for(even, "lm_head.weight")
     assert (choice.format.rotation, choice.format.terms) == (0, 2)
+
+
+@pytest.mark.parametrize(("kept", "said"), [(1, False), (2, False), (3, True)])
+def test_an_int4_engine_that_is_mostly_int8_says_so(kept: int, said: bool) -> None:
+    eight = LinearFormat("blocks", bits=8)
+    choices = tuple(calibration.Choice((f"l{i}.weight",), eight, None, 0.1) for i in range(kept))
+    formats = Formats("int4", "int8", "int8")
+    made = quantization.Plan(formats, formats, choices, num_layers=4)
+    notes = quantization.kept_notes(made)
+    assert len(notes) == said
+    assert not said or "3 of 4 linear layers are kept in 8 bits" in notes[0]

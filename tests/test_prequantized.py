@@ -470,3 +470,36 @@ def test_floats_have_no_blocks(tmp_path: Path) -> None:
     assert weights.form("t") is None
     with pytest.raises(WeightsError, match="t: is not stored in blocks"):
         list(weights.block_chunks("t", 100))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("act-order", "g_idx"), ("compressed4-asym", "weight_zero_point")]
+)
+def test_a_part_that_the_configuration_promises_must_be_there(
+    name: str, part: str, tmp_path: Path
+) -> None:
+    """Without it every value would be another one, and nothing else could tell."""
+    made = make(tmp_path, name)
+    tensors = load_file(made.path / "model.safetensors")
+    lost = next(key for key in tensors if key.endswith(f".{part}"))
+    del tensors[lost]
+    save_file(tensors, made.path / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"{lost} is missing"):
+        resolve(made.path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_scales_that_are_not_finite(precision: Precision, tmp_path: Path) -> None:
+    made = make(tmp_path, "gptq4")
+    tensors = load_file(made.path / "model.safetensors")
+    name = next(key for key in tensors if key.endswith(".scales"))
+    tensors[name][0, 3] = float("nan")
+    save_file(tensors, made.path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"_proj\.weight: holds values that are not finite"):
+        exporter.export(
+            resolve(made.path),
+            None,
+            tmp_path / "out",
+            ExportOptions(precision=precision, check=False),
+        )
+    assert not (tmp_path / "out").exists()

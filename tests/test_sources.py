@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -616,3 +617,24 @@ def test_gguf_that_would_become_another_model_is_refused(tmp_path: Path) -> None
     cut.write_bytes(whole.read_bytes()[:-200])
     with pytest.raises(SourceError, match="not a whole GGUF file"):
         resolve(cut)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_act": "xyz"}, "makes no model: KeyError: 'xyz'"),
+        ({"hidden_size": -64}, "makes no model: "),
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "foo"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"quantization_config": "x"}, "quantization_config in config.json must be an object"),
+    ],
+)
+def test_configurations_that_make_no_model(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder = tiny_models.save("llama", tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(SourceError) as caught:
+        resolve(folder)
+    assert says in str(caught.value) and "config.json" in str(caught.value)

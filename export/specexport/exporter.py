@@ -92,10 +92,11 @@ class ExportOptions:
             raise UsageError(f"num_draft: must be at least 1, got {self.num_draft}")
         if self.max_context is not None and self.max_context < 2:
             raise UsageError(f"max_context: must be at least 2, got {self.max_context}")
-        if not self.memory_gb * 1e9 > PROCESS_BYTES:
+        if not PROCESS_BYTES < self.memory_gb * 1e9 < math.inf:
             raise UsageError(
-                f"memory_gb: must be more than {PROCESS_BYTES / 1e9:.2f}, got {self.memory_gb:g}",
-                hint=f"give {DEFAULT_MEMORY_GB:g} or more",
+                f"memory_gb: must be more than {PROCESS_BYTES / 1e9:.2f} and finite,"
+                f" got {self.memory_gb:g}",
+                hint=f"{DEFAULT_MEMORY_GB:g} is the default",
             )
         if self.early_exit is not None and self.early_exit < 1:
             raise UsageError(
@@ -367,6 +368,7 @@ def _write(
         )
         for name, spec in specs.items()
     }
+    notes = quantization.notes(graphs.values(), sources) + quantization.kept_notes(plan)
     return Manifest(
         format=manifests.FORMAT,
         target=manifest_source(target),
@@ -380,7 +382,7 @@ def _write(
         versions=_versions(),
         parity=None,
         quality=None,
-        notes=quantization.notes(graphs.values(), sources),
+        notes=notes,
     )
 
 

@@ -51,7 +51,8 @@ def dequantized(stored: Integers, groups: NDArray[np.integer[Any]]) -> NDArray[n
     """
     out = stored.values.astype(np.float32)
     out -= stored.zeros[:, groups]
-    out *= stored.scales[:, groups]
+    with np.errstate(invalid="ignore"):  # scales that are not finite; who writes them says so
+        out *= stored.scales[:, groups]
     return out
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from specexport import encoders
 from specexport.datafile import CHUNK_BYTES, DataFile, Range
+from specexport.errors import WeightsError
 from specexport.integers import BlockForm, BlockParts
 from specexport.weights import Weights
 from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
@@ -36,8 +37,13 @@ class Sources:
         return shape if ref.index is None else shape[1:]
 
     def rows(self, ref: WeightRef) -> Iterator[NDArray[Any]]:
-        """The tensor in pieces of whole rows; see :meth:`specexport.weights.Weights.chunks`."""
-        return self.weights[ref.origin].chunks(ref.name, CHUNK_BYTES, ref.index)
+        """The tensor in pieces of whole rows; see :meth:`specexport.weights.Weights.chunks`.
+
+        Raises WeightsError for values that are not finite.
+        """
+        for chunk in self.weights[ref.origin].chunks(ref.name, CHUNK_BYTES, ref.index):
+            _check_finite(ref, chunk)
+            yield chunk
 
     def form(self, ref: WeightRef) -> BlockForm | None:
         """In which integers the checkpoint has the tensor; None for floats."""
@@ -46,11 +52,22 @@ class Sources:
     def blocks(self, ref: WeightRef, bits: int, size: int) -> Iterator[BlockParts]:
         """The tensor in blocks: as they are stored where they are these, else encoded."""
         if is_stored_so(self.form(ref), bits, size):
-            yield from self.weights[ref.origin].block_chunks(ref.name, CHUNK_BYTES, ref.index)
+            for parts in self.weights[ref.origin].block_chunks(ref.name, CHUNK_BYTES, ref.index):
+                _check_finite(ref, parts.scales)
+                yield parts
             return
         importance = self.importance.get(replace(self.canonical(ref), index=None))
         for chunk in self.rows(ref):
             yield encoders.blocks(chunk, bits, size, importance)
+
+
+def _check_finite(ref: WeightRef, array: NDArray[Any]) -> None:
+    # One pass: a sum is finite only where all of it is, for values of the size that weights have.
+    if array.dtype.kind == "f" and not np.isfinite(array.sum(dtype=np.float64)):
+        raise WeightsError(
+            f"{ref.label}: holds values that are not finite (nan or inf)",
+            hint="download the checkpoint again, or have it made again",
+        )
 
 
 def is_stored_so(form: BlockForm | None, bits: int, size: int) -> bool:

@@ -46,13 +46,14 @@ class Scheme:
     """How the quantized layers of a checkpoint are stored.
 
     ``size``: columns that share a scale, None for a whole row. ``shift``: what is added to a stored
-    zero point.
+    zero point. ``needed``: parts of a layer that could lack in other schemes.
     """
 
     method: str
     bits: int
     size: int | None
     shift: int = 0
+    needed: tuple[str, ...] = ()
 
 
 def scheme(config: Mapping[str, Any]) -> Scheme:
@@ -74,7 +75,8 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     if form not in ("gptq", "gptq_v2"):
         raise NotReadError(f"gptq, checkpoint format {form}")
     # The first version stores every zero point less one.
-    return Scheme("gptq", _bits(config, "bits"), _size(config), 1 if form == "gptq" else 0)
+    shift, needed = 1 if form == "gptq" else 0, ("g_idx",) if config.get("desc_act") else ()
+    return Scheme("gptq", _bits(config, "bits"), _size(config), shift, needed)
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
@@ -89,6 +91,8 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 def _compressed(config: Mapping[str, Any]) -> Scheme:
     method = "compressed-tensors"
     groups = list(dict(config.get("config_groups") or {}).values())
+    if not groups:
+        raise NotReadError(f"{method} without config_groups")
     kinds = {str(group.get("format") or config.get("format")) for group in groups}
     if kinds != {"pack-quantized"}:
         raise NotReadError(f"{method}, format {', '.join(sorted(kinds)) or config.get('format')}")
@@ -107,7 +111,10 @@ def _compressed_group(weights: Mapping[str, Any]) -> Scheme:
     if strategy not in ("group", "channel") or weights.get("type", "int") != "int":
         raise NotReadError(f"{method}, {weights.get('type')} per {strategy}")
     size = _size(weights) if strategy == "group" else None
-    return Scheme(method, _bits(weights, "num_bits"), size)
+    needed: tuple[str, ...] = () if weights.get("symmetric", True) else ("weight_zero_point",)
+    if weights.get("actorder") == "group":
+        needed += ("weight_g_idx",)
+    return Scheme(method, _bits(weights, "num_bits"), size, needed=needed)
 
 
 def _bits(config: Mapping[str, Any], name: str) -> int:
@@ -186,7 +193,10 @@ class Packed(ABC):
                 " matrix",
                 hint="download the checkpoint again",
             )
-        for part, (types, shape) in self.wanted().items():
+        wanted = self.wanted()
+        for part in self.scheme.needed:
+            wanted.setdefault(part, ((), ()))  # of which there is none
+        for part, (types, shape) in wanted.items():
             tensor = self.parts.get(part)
             if tensor is None:
                 raise WeightsError(

@@ -30,6 +30,7 @@ from specrun.manifest import Precision, WeightFormats
 if TYPE_CHECKING:
     from specgraphs.engine_graph import EngineGraph
 
+MANY_KEPT = 0.5  # of the layers, from which the manifest says so
 KEPT = "as the checkpoint has them"
 REQUANTIZED = "therefore dequantized and quantized again"
 
@@ -123,12 +124,16 @@ def _linear(formats: Formats, name: str) -> LinearFormat:
 
 @dataclass(frozen=True)
 class Plan:
-    """Formats of the target's weights and of those that drafters bring, and what chose them."""
+    """Formats of the target's weights and of those that drafters bring, and what chose them.
+
+    ``num_layers``: linear layers that calibration looked at, the head not counted.
+    """
 
     target: Formats
     drafter: Formats
     choices: tuple[Choice, ...] = ()
     importance: Importance = field(default_factory=dict)
+    num_layers: int = 0
 
 
 def plan(
@@ -150,7 +155,9 @@ def plan(
     for name, chosen in calibration.formats(choices).items():
         found[name] = found[target.weights.canonical(name)] = chosen
     report("calibrate", 1, 1)
-    return Plan(*formats(target, precisions, found), choices, chooser.importance)
+    return Plan(
+        *formats(target, precisions, found), choices, chooser.importance, chooser.num_layers
+    )
 
 
 def formats(
@@ -173,6 +180,7 @@ class _Chooser:
         self.precisions = precisions
         self.importance: dict[WeightRef, NDArray[np.float32]] = {}
         self._formats = _of_target(target, precisions, {})
+        self.num_layers = 0
         self._choices: list[Choice] = []
         self._budget = calibration.BlockBudget(target.weights, precisions.block_size)
 
@@ -182,6 +190,7 @@ class _Chooser:
         if not names:
             return
         layers = replace(seen, names=names)
+        self.num_layers += sum(not HEAD.search(name) for name in names)
         if "int4" in self.precisions.of_target:
             for name in names:
                 ref = WeightRef("target", self.target.weights.canonical(name))
@@ -245,6 +254,17 @@ def notes(graphs: Iterable[EngineGraph], sources: Sources) -> tuple[str, ...]:
     said = [f"{what}, {KEPT}: {len(names)} weights" for what, names in kept.items()]
     said += [f"{why}, {REQUANTIZED}: {listed(sorted(names))}" for why, names in lost.items()]
     return tuple(sorted(said))
+
+
+def kept_notes(made: Plan) -> tuple[str, ...]:
+    """Where so many layers of a 4-bit model are worth 8 bits that it is hardly one."""
+    kept = sum(len(c.names) for c in made.choices if c.format.kind == "blocks")
+    if made.target.precision != "int4" or kept <= MANY_KEPT * made.num_layers:
+        return ()
+    return (
+        f"int4: {kept} of {made.num_layers} linear layers are kept in 8 bits; the head and tables"
+        " weigh so much beside them that it costs little",
+    )
 
 
 def _in_blocks(form: BlockForm) -> str:

@@ -269,10 +269,23 @@ def _from_folder(
         else _generation(full_config, config)
     )
     weights = Weights({})
+    model = _model_of(config_file, full_config, config)
     if not config_only:
-        model = naming.meta_model(*_class_and_config(full_config, config))
         weights = naming.map_weights(_stored_tensors(folder, scheme), model)
     return Source(name, revision, folder, config, full_config, generation, weights, scheme)
+
+
+def _model_of(file: Path, full_config: Any, config: Any) -> PreTrainedModel:
+    """The model without weights. Raises SourceError where the configuration makes none."""
+    if int(config.num_hidden_layers) < 1:
+        raise SourceError(f"{file}: num_hidden_layers must be at least 1")
+    try:
+        return naming.meta_model(*_class_and_config(full_config, config))
+    except Exception as error:  # modules check their sizes and names, or fail on them, as they like
+        raise SourceError(
+            f"{file}: makes no model: {type(error).__name__}: {error}",
+            hint="config.json must be as the model's authors published it",
+        ) from error
 
 
 def _stored_tensors(folder: Path, scheme: Scheme | None) -> dict[str, StoredTensor]:
@@ -354,8 +367,10 @@ def _scheme(where: str, raw: dict[str, Any]) -> Scheme | None:
     found = raw.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None)
     if not found:
         return None
+    if not isinstance(found, dict):
+        raise SourceError(f"{where}: {QUANTIZATION} in {CONFIG} must be an object, is {found!r}")
     try:
-        return prequantized.scheme(dict(found))
+        return prequantized.scheme(found)
     except prequantized.NotReadError as error:
         raise SourceError(
             f"{where}: the checkpoint is quantized already ({error})",
