@@ -119,7 +119,7 @@ def contents(folder: Path) -> Contents:
 def loads(folder: Path) -> bool:
     """Whether anyone would take ``folder`` for an engine folder."""
     try:
-        manifests.read(folder, verify="full")
+        manifests.read(folder, integrity="full")
     except SpecrunError:
         return False
     return True

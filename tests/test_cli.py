@@ -165,7 +165,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "threads": (["--threads", "1"], ["--threads", "2"]),
     "max_context": ([], ["--max-context", "32"]),
     "prefill_chunk": ([], ["--prefill-chunk", "2"]),
-    "verify": ([], ["--verify", "full"]),
+    "integrity": ([], ["--integrity", "full"]),
     "spin": ([], ["--spin"]),
     "exact": ([], ["--exact"]),
     "exact_width": (["--exact"], ["--exact", "--exact-width", "4"]),

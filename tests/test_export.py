@@ -434,7 +434,7 @@ def test_moved_renamed_and_read_only(
     for path in [*place.iterdir(), place]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     monkeypatch.chdir(tmp_path)
-    with specrun.load(Path("somewhere else äöü") / "e", verify="full", threads=1) as engine:
+    with specrun.load(Path("somewhere else äöü") / "e", integrity="full", threads=1) as engine:
         monkeypatch.chdir("/")
         options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_ids": [], "strict": True}
         got = engine.generate([5, 6, 7], method="mtp-drafter", **options)

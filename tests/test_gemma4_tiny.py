@@ -66,7 +66,7 @@ def check_result(result: specrun.Result, text: Text) -> None:
 
 
 def test_exported_with_parity(folder: Path) -> None:
-    made = manifest.read(folder, verify="full")
+    made = manifest.read(folder, integrity="full")
     assert made.parity is not None
     assert made.parity.scope == "whole model"
     assert made.parity.worst_error <= 1e-4

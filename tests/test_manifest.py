@@ -31,7 +31,7 @@ def refused(folder: Path, says: str) -> None:
 
 
 def test_written_and_read_is_the_same(folder: Path) -> None:
-    read = manifest.read(folder, verify="full")
+    read = manifest.read(folder, integrity="full")
     text = (folder / manifest.MANIFEST).read_text(encoding="utf-8")
     assert manifest.dumps(read) == text
 

@@ -36,7 +36,7 @@ def test_bad_generate_options(name: str, value: Any, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("threads", 0), ("max_context", 1), ("prefill_chunk", 0), ("verify", "never")],
+    [("threads", 0), ("max_context", 1), ("prefill_chunk", 0), ("integrity", "never")],
 )
 def test_bad_engine_options(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"{name}: must be .* got {value!r}"):

@@ -256,7 +256,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 
 def test_the_folder_stays_an_engine_folder(folder: Path, tmp_path: Path) -> None:
     tuning.write(folder / TUNING, ENTRY)
-    manifest.read(folder, verify="full")
+    manifest.read(folder, integrity="full")
     folders.check_target(folder)  # may be replaced by another export
     (folder / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ExportError, match=r"holds notes.txt"):

@@ -238,7 +238,7 @@ def recheck(
     Raises FolderError, SourceError where they cannot be what it was exported from, or ParityError.
     """
     report = progress or _silent
-    made = manifests.read(out, verify="full")
+    made = manifests.read(out, integrity="full")
     _check_same(made, target)
     drafting = parts.of_folder(made, target, _listed(drafters))
     most = max((d.max_num_draft or 0 for d in made.drafters.values()), default=0)
@@ -258,7 +258,7 @@ def recheck(
 
 def check_itself(out: Path) -> float:
     """Compare the engine folder ``out`` with itself; see :func:`parity.check_itself`."""
-    made = manifests.read(out, verify="full")
+    made = manifests.read(out, integrity="full")
     return parity.check_itself(out, made, threads=available_threads())
 
 

@@ -17,7 +17,7 @@ from specrun.cli_bench import bench
 from specrun.cli_errors import reports_errors
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
-from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Verify
+from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Integrity
 
 if TYPE_CHECKING:
     from specrun.doctor import Report
@@ -180,9 +180,9 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 @click.option("--prefill-chunk", type=int, default=ENGINE.prefill_chunk, show_default=True)
 @click.option("--device", default=ENGINE.device, show_default=True, help="Where engines run.")
 @click.option(
-    "--verify",
-    type=click.Choice(get_args(Verify)),
-    default=ENGINE.verify,
+    "--integrity",
+    type=click.Choice(get_args(Integrity)),
+    default=ENGINE.integrity,
     show_default=True,
     help="quick: hash small files; full: hash all files of the folder.",
 )
@@ -270,25 +270,25 @@ def run(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
 @click.option(
-    "--verify",
-    type=click.Choice(get_args(Verify)),
-    default=ENGINE.verify,
+    "--integrity",
+    type=click.Choice(get_args(Integrity)),
+    default=ENGINE.integrity,
     show_default=True,
     help="quick: hash small files; full: hash all files of the folder.",
 )
 @reports_errors
-def inspect(folder: Path, as_json: bool, verify: Verify) -> None:
+def inspect(folder: Path, as_json: bool, integrity: Integrity) -> None:
     """Check the engine FOLDER and show what is in it. No engine is opened.
 
     \b
     Examples:
       specrun inspect engines/
-      specrun inspect engines/ --verify full
+      specrun inspect engines/ --integrity full
       specrun inspect engines/ --json
     """
     from specrun.manifest import dumps, read
 
-    manifest = read(folder, verify=verify)
+    manifest = read(folder, integrity=integrity)
     click.echo(dumps(manifest) if as_json else _manifest_table(manifest), nl=not as_json)
 
 

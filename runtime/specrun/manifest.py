@@ -32,7 +32,7 @@ from specrun.options import ScheduleName
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-HASH_ALWAYS_BELOW = 64 << 20  # bytes; larger files are hashed by verify="full" only
+HASH_ALWAYS_BELOW = 64 << 20  # bytes; larger files are hashed by integrity="full" only
 REEXPORT = "export the folder again with specexport"
 
 # Methods that need something in the folder; plain decoding and prompt lookup need the target only.
@@ -568,12 +568,12 @@ def loads(text: str, name: str = MANIFEST) -> Manifest:
 def read(
     folder: Path,
     *,
-    verify: Literal["quick", "full"] = "quick",
+    integrity: Literal["quick", "full"] = "quick",
     drafters_may_miss: bool = False,
 ) -> Manifest:
     """Read and verify the manifest of an engine folder.
 
-    ``verify="quick"`` checks the size of every file and the sha256 of those under 64 MiB;
+    ``integrity="quick"`` checks the size of every file and the sha256 of those under 64 MiB;
     ``"full"`` hashes every file. With ``drafters_may_miss`` files of drafting engines may be
     absent (their use is an error then), but not others than listed. Raises FolderError.
     """
@@ -594,11 +594,11 @@ def read(
     for entry in manifest.files:
         if entry.path in optional and not (folder / entry.path).exists():
             continue
-        _check_file(folder, entry, verify)
+        _check_file(folder, entry, integrity)
     return manifest
 
 
-def _check_file(folder: Path, entry: FileEntry, verify: str) -> None:
+def _check_file(folder: Path, entry: FileEntry, integrity: str) -> None:
     path = folder / entry.path
     if not path.is_file():
         raise FolderError(f"{path}: the manifest lists it, it is missing", hint=REEXPORT)
@@ -607,7 +607,7 @@ def _check_file(folder: Path, entry: FileEntry, verify: str) -> None:
     size = path.stat().st_size
     if size != entry.size:
         raise FolderError(f"{path}: must have {entry.size} bytes, has {size}", hint=REEXPORT)
-    if verify == "quick" and size >= HASH_ALWAYS_BELOW:
+    if integrity == "quick" and size >= HASH_ALWAYS_BELOW:
         return
     if (digest := sha256_of(path)) != entry.sha256:
         raise FolderError(

@@ -19,7 +19,7 @@ Method = Literal[
     "auto", "plain", "mtp-drafter", "mtp", "draft", "universal", "early-exit", "prompt-lookup"
 ]
 ScheduleName = Literal["constant", "heuristic", "heuristic_transient", "auto"]
-Verify = Literal["quick", "full"]
+Integrity = Literal["quick", "full"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -43,7 +43,7 @@ class EngineOptions:
     ``threads``: of one engine run (None: the CPUs this process may use).
     ``max_context``: tokens, at most the manifest's (None: the manifest's).
     ``device``: where engines run; a device that is not there is an error, never another device.
-    ``verify``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
+    ``integrity``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
     ``prefill_chunk``: most prompt tokens per target run.
     ``tuning``: a file that ``specrun tune --out`` wrote (None: the folder's own, if it has one).
     ``spin``: threads wait for each other without sleeping while an engine runs: faster by a few
@@ -55,7 +55,7 @@ class EngineOptions:
     threads: int | None = None
     max_context: int | None = None
     device: str = "cpu"
-    verify: Verify = "quick"
+    integrity: Integrity = "quick"
     prefill_chunk: int = PREFILL_CHUNK
     tuning: str | None = None
     spin: bool = False
@@ -71,7 +71,7 @@ class EngineOptions:
             )
         _at_least("max_context", self.max_context, 2)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _one_of("verify", self.verify, get_args(Verify))
+        _one_of("integrity", self.integrity, get_args(Integrity))
         self._check_exact()
 
     @property

@@ -70,7 +70,7 @@ def tune(
     ``out``: the file, in place of the one beside the manifest. Raises FolderError, EngineError, and
     UsageError for exact mode, and for a context too small to draft in.
     """
-    manifest = manifests.read(folder, verify="quick")
+    manifest = manifests.read(folder, integrity="quick")
     resolved = resolve_engine(options or EngineOptions(), manifest)
     if resolved.exact:
         raise UsageError(
