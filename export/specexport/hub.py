@@ -30,13 +30,19 @@ HEADROOM = 64 << 20  # bytes left free beside what is downloaded
 
 
 def download(
-    repo: str, revision: str | None, *, token: str | None = None, config_only: bool = False
+    repo: str,
+    revision: str | None,
+    *,
+    token: str | None = None,
+    config_only: bool = False,
+    local_only: bool = False,
 ) -> tuple[Path, str | None]:
     """The folder with the checkpoint's needed files and the commit it is at.
 
     What is in the cache already is not downloaded again; with ``HF_HUB_OFFLINE=1`` only the cache
     is looked at. ``token``: None takes HF_TOKEN or the stored login, as the client does.
-    ``config_only``: no weights and no tokenizer. Raises SourceError.
+    ``config_only``: no weights and no tokenizer. ``local_only``: only the cache is looked at.
+    Raises SourceError.
     """
     from huggingface_hub import snapshot_download
 
@@ -45,14 +51,21 @@ def download(
         "allow_patterns": list(CONFIGURATION if config_only else NEEDED),
         "ignore_patterns": list(NOT_NEEDED),
         "token": token,
+        "local_files_only": local_only,
     }
     try:
-        if not config_only:
+        if not config_only and not local_only:
             _check_space(repo, request)
         folder = Path(snapshot_download(repo, **request))
     except SourceError:
         raise
     except Exception as error:  # the client lets its HTTP library's errors through as well
+        if local_only:
+            where = repo if revision is None else f"{repo} at {revision}"
+            raise SourceError(
+                f"{where}: not in the cache of the model hub on this machine",
+                hint="download it first, for example with `hf download`",
+            ) from error
         raise _explained(repo, revision, error) from error
     commit = folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else revision
     return folder, commit

@@ -136,11 +136,13 @@ class Wanted:
 
     ``revision``: branch, tag or commit, of hub ids only. ``token``: for the hub; None takes
     HF_TOKEN or the stored login. ``config_only``: no weights; those of the Source are empty then.
+    ``local_only``: nothing is downloaded.
     """
 
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     config_only: bool = False
+    local_only: bool = False
 
 
 def resolve(
@@ -149,14 +151,14 @@ def resolve(
     revision: str | None = None,
     token: str | None = None,
     config_only: bool = False,
+    local_only: bool = False,
 ) -> Source:
     """The checkpoint that ``source`` names; for a preset its target. Raises SourceError.
 
-    ``token``, ``config_only``: see :class:`Wanted`.
+    ``token``, ``config_only``, ``local_only``: see :class:`Wanted`.
     """
-    return resolve_pair(
-        source, revision=revision, pair=False, token=token, config_only=config_only
-    )[0]
+    wanted = Wanted(revision, token, config_only, local_only)
+    return _resolve_pair(source, None, wanted, wanted, pair=False)[0]
 
 
 def resolve_pair(
@@ -177,6 +179,12 @@ def resolve_pair(
     """
     wanted = Wanted(revision, token, config_only)
     drafting = replace(wanted, revision=drafter_revision)
+    return _resolve_pair(source, drafter, wanted, drafting, pair=pair)
+
+
+def _resolve_pair(
+    source: str | Path, drafter: str | Path | None, wanted: Wanted, drafting: Wanted, *, pair: bool
+) -> tuple[Source, Source | None]:
     preset = presets.find(source) if isinstance(source, str) else None
     if preset is None:
         target = _resolve(source, wanted)
@@ -216,7 +224,11 @@ def _resolve(source: str | Path, wanted: Wanted, name: str | None = None) -> Sou
     if isinstance(source, str) and (named := _hub_id(source, wanted.revision)) is not None:
         repo, revision = named
         folder, commit = hub.download(
-            repo, revision, token=wanted.token, config_only=wanted.config_only
+            repo,
+            revision,
+            token=wanted.token,
+            config_only=wanted.config_only,
+            local_only=wanted.local_only,
         )
         return _from_folder(folder, repo, commit, config_only=wanted.config_only)
     raise SourceError(

@@ -17,7 +17,7 @@ from specrun.cli_bench import bench
 from specrun.cli_errors import reports_errors
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
-from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Integrity
+from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Integrity, Verify
 
 if TYPE_CHECKING:
     from specrun.doctor import Report
@@ -187,6 +187,18 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
     help="quick: hash small files; full: hash all files of the folder.",
 )
 @click.option(
+    "--verify",
+    type=click.Choice(get_args(Verify)),
+    default=ENGINE.verify,
+    show_default=True,
+    help="What verifies: the engine, PyTorch, or auto: PyTorch where the engine fails.",
+)
+@click.option(
+    "--target",
+    metavar="SOURCE",
+    help="Checkpoint for PyTorch.  [default: the one of the manifest, found again]",
+)
+@click.option(
     "--tuning",
     type=click.Path(),
     default=ENGINE.tuning,
@@ -209,7 +221,9 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
     show_default=True,
     help="Rows of every run of the target with --exact; a round drafts at most one less.",
 )
-@click.option("--strict", is_flag=True, help="A drafter that fails is an error.")
+@click.option(
+    "--strict", is_flag=True, help="A drafter that fails is an error, and so is an engine."
+)
 @click.option("--stats", is_flag=True, help="Write statistics to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No warnings on stderr.")
@@ -394,6 +408,11 @@ def _stats_table(stats: Stats) -> str:
         "tokens per target step": f"{stats.tokens_per_target_step:.2f}",
         "seconds": f"{seconds} ({stats.tokens_per_second:.1f} tokens/s)",
     }
+    if stats.verifier_failure is not None:
+        lines["verified"] = (
+            f"by PyTorch in {stats.torch_steps} of {stats.target_steps} steps:"
+            f" {stats.verifier_failure}"
+        )
     if stats.near_ties is not None:
         share = f"{stats.near_ties} of {stats.emitted} tokens"
         lines["near ties"] = f"{share} could be others in blocks of another width (see --exact)"

@@ -11,18 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from specrun import ort
-from specrun.contract import MTP_DRAFTER_ENGINE
+from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
 from specrun.drafters.base import Drafter
 from specrun.drafters.mtp_layers import MtpLayersDrafter
 from specrun.drafters.ngram import NgramDrafter
+from specrun.errors import EngineError
+from specrun.guarded_target import GuardedTarget, Watch
+from specrun.kv import KvBuffers
 from specrun.manifest import DraftMethod, Manifest
-from specrun.opening import open_target
+from specrun.opening import open_exact, open_target
 from specrun.options import EngineOptions, GenerateOptions
+from specrun.stats import VerifierName
 from specrun.target import Target, Verifier
 from specrun.text import Tokenizer
 
 if TYPE_CHECKING:
     from specrun.drafters.vocabulary import VocabularyPair
+    from specrun.torch_verifier import TargetModel
 
 
 @dataclass
@@ -37,6 +42,10 @@ class Resources:
     def __post_init__(self) -> None:
         self._sessions: dict[str, Any] = {}
         self._pair: VocabularyPair | None = None
+        self._model: TargetModel | None = None
+        # Why the target's engine is given up, for the rest of these resources' life.
+        self.failure: EngineError | None = None
+        self.failure_said = False
 
     @property
     def max_context(self) -> int:
@@ -64,6 +73,17 @@ class Resources:
             )
         return self._sessions[name]
 
+    def torch_model(self) -> TargetModel:
+        """The target's PyTorch model, loaded at its first use. Raises EngineError."""
+        if self._model is None:
+            from specrun.torch_verifier import load_model
+
+            options = self.options
+            self._model = load_model(
+                self.manifest, self.folder, options.target, device=options.device
+            )
+        return self._model
+
     def vocabulary_pair(self) -> VocabularyPair:
         """The target's tokenizer and that of the universal drafter; made once."""
         if self._pair is None:
@@ -71,12 +91,13 @@ class Resources:
         return self._pair
 
     def close(self) -> None:
-        """Free the sessions."""
+        """Free the sessions and the model."""
         self._sessions.clear()
+        self._model = None
 
-    def provider(self) -> str:
-        """Where the target runs; its session is open."""
-        return str(next(iter(self._sessions.values())).get_providers()[0])
+    def providers(self) -> dict[str, str]:
+        """Where every engine runs that is open, by its name."""
+        return {name: str(s.get_providers()[0]) for name, s in self._sessions.items()}
 
 
 class Lane:
@@ -84,14 +105,71 @@ class Lane:
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
-        self.target: Verifier = open_target(
-            resources.manifest,
-            resources.session,
-            max_context=resources.max_context,
-            prefill_chunk=resources.options.prefill_chunk,
-            exact_width=resources.options.fixed_width,
-        )
+        self.guarded: GuardedTarget | None = None  # where an engine verifies
+        self.target: Verifier = self._open()
         self._drafters: dict[DraftMethod, Drafter] = {}
+
+    @property
+    def verifier(self) -> VerifierName:
+        """What verifies now."""
+        guarded = self.guarded
+        return "torch" if guarded is None or guarded.failure is not None else "engine"
+
+    def provider(self) -> str:
+        """Where the target runs."""
+        if self.verifier == "torch":
+            return self.resources.torch_model().name
+        providers = self.resources.providers()
+        return next(providers[name] for name in TARGET_ENGINES if name in providers)
+
+    def _open(self) -> Verifier:
+        """The target: engines, or PyTorch, in exact mode in blocks."""
+        resources, options = self.resources, self.resources.options
+        width = options.fixed_width
+        if width is None:
+            return self._open_plain(resources.max_context, options.prefill_chunk)
+        return open_exact(resources.manifest, width, resources.max_context, self._open_plain)
+
+    def _open_plain(self, max_context: int, prefill_chunk: int) -> Verifier:
+        resources = self.resources
+        options, manifest = resources.options, resources.manifest
+        lengths = {"max_context": max_context, "prefill_chunk": prefill_chunk}
+        by_engine = options.verify != "torch" and manifest.has_target_engine
+        if by_engine and resources.failure is None:
+            try:
+                engine = open_target(manifest, resources.session, **lengths)
+            except EngineError as error:
+                if options.verify == "engine":
+                    raise
+                resources.failure = error
+            else:
+                stands_in = options.verify == "auto" and not options.exact
+                self.guarded = GuardedTarget(engine, self._stand_in if stands_in else None)
+                return self.guarded
+        return self._torch().target(None, **lengths)
+
+    def _torch(self) -> TargetModel:
+        """PyTorch's model; an error names what the engine did too, where it is to stand in."""
+        failure = self.resources.failure
+        try:
+            return self.resources.torch_model()
+        except EngineError as error:
+            if failure is None:
+                raise
+            raise EngineError(
+                f"{failure}; and PyTorch cannot verify instead: {error}", hint=error.hint
+            ) from error
+
+    def _stand_in(self, kv: KvBuffers) -> Verifier:
+        """PyTorch on the KV buffers of the engine that failed."""
+        options = self.resources.options
+        return self._torch().target(
+            kv, max_context=kv.max_context, prefill_chunk=options.prefill_chunk
+        )
+
+    def watch(self, *, strict: bool, on_warning: Callable[[str], None]) -> Verification:
+        """For one generation: PyTorch may stand in for an engine that fails."""
+        return Verification(self, strict=strict, on_warning=on_warning)
 
     def reset(self) -> None:
         """Forget the text, so that the next one does not depend on it in the last bit."""
@@ -109,6 +187,62 @@ class Lane:
         if method not in self._drafters:
             self._drafters[method] = MAKERS[method](self)
         return self._drafters[method]
+
+
+class Verification:
+    """What verifies in one generation, and what is said when that changes.
+
+    Entered, PyTorch may stand in for the target's engine: not with ``strict``, and once per engine
+    folder that is open ``on_warning`` is told why.
+    """
+
+    def __init__(self, lane: Lane, *, strict: bool, on_warning: Callable[[str], None]) -> None:
+        self._lane = lane
+        self._strict = strict
+        self._on_warning = on_warning
+        self._before = 0 if lane.guarded is None else lane.guarded.steps
+
+    def __enter__(self) -> Verification:
+        """Raises EngineError where the engine failed before and ``strict`` refuses PyTorch."""
+        resources, guarded = self._lane.resources, self._lane.guarded
+        if self._lane.verifier == "torch" and resources.failure is not None:
+            self._refuse(resources.failure)
+            self._tell(resources.failure)
+        if guarded is not None:
+            guarded.watch = Watch(self._refuse, self._tell)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lane.guarded is not None:
+            self._lane.guarded.watch = None
+
+    def statistics(self, steps: int) -> dict[str, Any]:
+        """Fields of Stats about a generation of so many runs of ``verify``."""
+        lane, failure = self._lane, self._lane.resources.failure
+        by_torch = lane.verifier == "torch"
+        guarded = lane.guarded
+        return {
+            "provider": lane.provider(),
+            "providers": lane.resources.providers(),
+            "verifier": lane.verifier,
+            "torch_steps": steps if guarded is None else guarded.steps - self._before,
+            "verifier_failure": str(failure) if by_torch and failure is not None else None,
+        }
+
+    def _refuse(self, error: EngineError) -> None:
+        if self._strict:
+            hint = "without strict, PyTorch verifies in its place"
+            raise EngineError(f"the target's engine failed: {error}", hint=hint) from error
+
+    def _tell(self, error: EngineError) -> None:
+        resources = self._lane.resources
+        said, resources.failure_said = resources.failure_said, True
+        resources.failure = error
+        if not said:
+            self._on_warning(
+                f"the target's engine failed: {error}; going on with"
+                f" {resources.torch_model().name} and the checkpoint's own weights"
+            )
 
 
 def _mtp_drafter(lane: Lane) -> Drafter:
@@ -175,14 +309,12 @@ def _vocabulary_pair(resources: Resources) -> VocabularyPair:
 
 
 def _early_exit(lane: Lane) -> Drafter:
-    from specrun.drafters.early_exit import EarlyExitDrafter
+    from specrun.drafters.early_exit import EarlyExitDrafter, EarlyExitTarget
     from specrun.exact import ExactTarget
-    from specrun.split import SplitTarget
 
     # In exact mode what the front computes for drafts, row by row, is not used to verify them.
     target = lane.target.target if isinstance(lane.target, ExactTarget) else lane.target
-    assert isinstance(target, SplitTarget), "the manifest refuses early exit without parts"
-    return EarlyExitDrafter(target)
+    return EarlyExitDrafter(cast(EarlyExitTarget, target))
 
 
 def _own_model(lane: Lane, method: DraftMethod) -> Target:

@@ -30,7 +30,7 @@ from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError
 from specrun.options import ScheduleName
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 HASH_ALWAYS_BELOW = 64 << 20  # bytes; larger files are hashed by integrity="full" only
 REEXPORT = "export the folder again with specexport"
@@ -41,12 +41,16 @@ DraftMethod = Literal["mtp-drafter", "mtp", "draft", "early-exit", "universal"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model came from: hub id or folder name, its revision, and what it is."""
+    """Where a model came from: hub id or folder name, its revision, and what it is.
+
+    ``fingerprint``: what tells its weights from others, None where that was not taken.
+    """
 
     id: str
     revision: str | None
     model_type: str
     architecture: str
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class MtpLayerContract:
             raise ValueError(f"layer {self.layer} cannot be fed the hidden rows of {self.hidden}")
 
 
+Backend = Literal["onnxruntime", "torch"]
 Precision = Literal["fp32", "fp16", "int8", "w8a8", "int4"]
 
 
@@ -165,13 +170,14 @@ class EngineSpec:
     """One engine: its file, how it is run and every tensor that crosses its border.
 
     ``all_hidden``: the hidden state of every row is returned, not of the wanted rows only.
+    ``backend``: ``torch``: PyTorch runs it from the checkpoint, so that ``file`` is empty.
     ``step_bytes``: bytes of weights that a run of one row reads. ``exact_rows``: most rows of a run
     whose bits do not depend on the rows beside them, None for any number; see :mod:`specrun.exact`.
     """
 
     role: Role
     file: str
-    backend: Literal["onnxruntime"]
+    backend: Backend
     precision: Precision
     hidden_size: int
     vocab_size: int
@@ -187,6 +193,10 @@ class EngineSpec:
     mtp_layer: MtpLayerContract | None = None
     split: SplitContract | None = None
     exact_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.backend == "torch") != (not self.file):
+            raise ValueError(f"file: is empty with backend torch only, got {self.file!r}")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -313,7 +323,7 @@ class Manifest:
             raise DecodeError("engines: field 'target' is missing")
         listed = {entry.path for entry in self.files}
         tokenizers = [self.tokenizer, *(d.tokenizer for d in self.drafters.values() if d.tokenizer)]
-        wanted = {engine.file for engine in self.engines.values()}
+        wanted = {engine.file for engine in self.engines.values() if engine.backend != "torch"}
         wanted |= {spec.file for spec in tokenizers}
         wanted |= {spec.chat_template for spec in tokenizers if spec.chat_template is not None}
         if missing := sorted(wanted - listed):
@@ -336,9 +346,17 @@ class Manifest:
 
     @property
     def target_sha256(self) -> str:
-        """What a drafter is bound to: the hash of the target's first graph."""
+        """What a drafter is bound to: the hash of the target's first graph, or where it has none,
+        the fingerprint of its weights."""
         first = self.engines.get(TARGET_ENGINE) or self.engines[FRONT_ENGINE]
+        if first.backend == "torch":
+            return self.target.fingerprint or ""
         return self._sha256(first.file)
+
+    @property
+    def has_target_engine(self) -> bool:
+        """Whether the folder has engines of the target; otherwise PyTorch verifies."""
+        return self.target_engine.backend != "torch"
 
     @property
     def target_kv(self) -> tuple[KvLayer, ...]:
@@ -527,6 +545,8 @@ _IO: dict[Role, Callable[[EngineSpec], Io]] = {
 def _check_engine(name: str, engine: EngineSpec) -> None:
     if engine.role not in _IO:
         raise DecodeError(f"engines.{name}.role: {engine.role.value!r} cannot be run")
+    if engine.backend == "torch" and name != TARGET_ENGINE:
+        raise DecodeError(f"engines.{name}.backend: PyTorch runs the whole target only")
     inputs, outputs = expected_io(engine)
     for what, wanted, got in (
         ("inputs", inputs, engine.inputs),

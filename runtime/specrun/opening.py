@@ -1,9 +1,9 @@
-"""Opens the target of a folder, whichever engines it is made of."""
+"""Opens the target of a folder, whichever engines it is made of, or PyTorch in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE, TARGET_ENGINES
 from specrun.errors import UsageError
@@ -11,6 +11,13 @@ from specrun.kv import INITIAL_CAPACITY
 from specrun.manifest import Manifest
 from specrun.options import PREFILL_CHUNK
 from specrun.target import Target, Verifier
+
+if TYPE_CHECKING:
+    from specrun.exact import ExactTarget
+
+
+# Gives a target of so many tokens (max_context) that reads prompts in such pieces (prefill_chunk).
+OpenPlain = Callable[[int, int], Verifier]
 
 
 def open_target(
@@ -27,23 +34,33 @@ def open_target(
     ``exact_width``: rows of every run, see :mod:`specrun.exact`; None: as many as there are.
     Lengths in tokens. Raises EngineError.
     """
-    if exact_width is not None:
-        from specrun.exact import ExactTarget
 
-        _check_width(manifest, exact_width)
-        target = open_target(
+    def plain(max_context: int, prefill_chunk: int) -> Verifier:
+        return _open_engines(
             manifest,
             session,
-            max_context=-(-max_context // exact_width) * exact_width,  # whole blocks
-            prefill_chunk=exact_width,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
             initial_capacity=initial_capacity,
         )
-        return ExactTarget(target, exact_width, max_context=max_context)
-    lengths = {
-        "max_context": max_context,
-        "prefill_chunk": prefill_chunk,
-        "initial_capacity": initial_capacity,
-    }
+
+    if exact_width is None:
+        return plain(max_context, prefill_chunk)
+    return open_exact(manifest, exact_width, max_context, plain)
+
+
+def open_exact(
+    manifest: Manifest, width: int, max_context: int, open_plain: OpenPlain
+) -> ExactTarget:
+    """What ``open_plain`` gives, in blocks of ``width`` rows. Raises UsageError, EngineError."""
+    from specrun.exact import ExactTarget
+
+    _check_width(manifest, width)
+    target = open_plain(-(-max_context // width) * width, width)  # whole blocks
+    return ExactTarget(target, width, max_context=max_context)
+
+
+def _open_engines(manifest: Manifest, session: Callable[[str], Any], **lengths: int) -> Verifier:
     if TARGET_ENGINE in manifest.engines:
         return Target(session(TARGET_ENGINE), manifest.engines[TARGET_ENGINE], **lengths)
     from specrun.split import SplitTarget

@@ -20,6 +20,7 @@ Method = Literal[
 ]
 ScheduleName = Literal["constant", "heuristic", "heuristic_transient", "auto"]
 Integrity = Literal["quick", "full"]
+Verify = Literal["auto", "engine", "torch"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -44,6 +45,9 @@ class EngineOptions:
     ``max_context``: tokens, at most the manifest's (None: the manifest's).
     ``device``: where engines run; a device that is not there is an error, never another device.
     ``integrity``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
+    ``verify``: what verifies: ``engine``; ``torch``, the checkpoint's transformers model; ``auto``,
+    the engine, and PyTorch where there is none, it does not load or a run of it fails.
+    ``target``: the checkpoint for PyTorch (None: found again from what the manifest says).
     ``prefill_chunk``: most prompt tokens per target run.
     ``tuning``: a file that ``specrun tune --out`` wrote (None: the folder's own, if it has one).
     ``spin``: threads wait for each other without sleeping while an engine runs: faster by a few
@@ -56,6 +60,8 @@ class EngineOptions:
     max_context: int | None = None
     device: str = "cpu"
     integrity: Integrity = "quick"
+    verify: Verify = "auto"
+    target: str | None = None
     prefill_chunk: int = PREFILL_CHUNK
     tuning: str | None = None
     spin: bool = False
@@ -72,6 +78,12 @@ class EngineOptions:
         _at_least("max_context", self.max_context, 2)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
         _one_of("integrity", self.integrity, get_args(Integrity))
+        _one_of("verify", self.verify, get_args(Verify))
+        if self.verify == "engine" and self.target is not None:
+            raise UsageError(
+                f"target: PyTorch does not verify with verify engine, got {self.target!r}",
+                hint="leave one of the two out",
+            )
         self._check_exact()
 
     @property
@@ -129,7 +141,8 @@ class GenerateOptions:
     ``stop``: strings that end the text; they are not part of it.
     ``raw``: take a text prompt as it is, without the chat template.
     ``system``: system message for the chat template.
-    ``strict``: a drafter that fails is an error instead of plain decoding with a warning.
+    ``strict``: a drafter that fails is an error instead of plain decoding with a warning, and so is
+    an engine of the target for which PyTorch would stand in.
     """
 
     max_new_tokens: int | None = None

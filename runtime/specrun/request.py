@@ -60,18 +60,20 @@ class Request:
         logprobs: list[TokenLogprob] = []
         reason: FinishReason = "length"
         most = min(options.max_new_tokens or 0, lane.resources.max_context - prompt_length)
+        verified = lane.watch(strict=options.strict, on_warning=self.on_warning)
         if most > 0:
-            for commit in self._rounds(lane, progress, meter, most):
-                logprobs += commit.logprobs
-                reason = commit.reason or reason
-                if commit.text:
-                    text.append(commit.text)
-                    yield commit.text
+            with verified:
+                for commit in self._rounds(lane, progress, meter, most):
+                    logprobs += commit.logprobs
+                    reason = commit.reason or reason
+                    if commit.text:
+                        text.append(commit.text)
+                        yield commit.text
         stats = meter.freeze(
             "custom" if self.drafter is not None else options.method,
-            lane.resources.provider(),
             lossy=options.ensemble_weight < 1,
             exact_width=lane.resources.options.fixed_width,
+            **verified.statistics(len(meter.drafted_by_round)),
         )
         asked = options.logprobs is not None
         new = committed[prompt_length:]

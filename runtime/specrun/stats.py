@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Mode = Literal["speculative", "plain", "fallback"]
+VerifierName = Literal["engine", "torch"]
 Phase = Literal["prefill", "draft", "verify", "other"]
 
 
@@ -38,6 +39,9 @@ class Stats:
     that of method plain. None where that is not so or not known: in exact mode, when sampling, with
     processors, and in folders that were not compared with transformers.
     ``exact_width``: rows of every run of the target in exact mode, None without.
+    ``provider``: where the target runs; ``providers``: the same of every engine that is open.
+    ``verifier``: what verified in the end; ``torch_steps``: of the ``target_steps``, those that
+    PyTorch ran; ``verifier_failure``: why it stood in for the engine, None where it did not.
     """
 
     method: str
@@ -59,6 +63,10 @@ class Stats:
     lossy: bool = False
     exact_width: int | None = None
     near_ties: int | None = None
+    providers: dict[str, str] = field(default_factory=dict)
+    verifier: VerifierName = "engine"
+    torch_steps: int = 0
+    verifier_failure: str | None = None
 
     def __post_init__(self) -> None:
         if self.accepted + self.rejected != self.drafted:
@@ -162,10 +170,8 @@ class Meter:
         if self.tie_below is not None:
             self.near_ties += sum(margin < self.tie_below for margin in margins.tolist())
 
-    def freeze(
-        self, method: str, provider: str, *, lossy: bool = False, exact_width: int | None = None
-    ) -> Stats:
-        """The statistics of what was counted so far."""
+    def freeze(self, method: str, **others: Any) -> Stats:
+        """The statistics of what was counted so far; ``others``: fields that are not counted."""
         drafted, accepted = sum(self.drafted_by_round), sum(self.accepted_by_round)
         places = range(max(self.drafted_by_round, default=0))
         return Stats(
@@ -184,8 +190,6 @@ class Meter:
             num_draft_by_round=tuple(self.num_draft_by_round),
             accepted_by_round=tuple(self.accepted_by_round),
             seconds=dict(self.seconds),
-            provider=provider,
-            lossy=lossy,
-            exact_width=exact_width,
             near_ties=None if self.tie_below is None else self.near_ties,
+            **others,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specexport.fingerprint import fingerprint
 from specexport.sources import Source
 from specexport.tokenizer_files import TokenizerInfo
 from specrun import manifest as manifests
@@ -18,6 +19,7 @@ def manifest_source(source: Source) -> manifests.Source:
         revision=source.revision,
         model_type=source.model_type,
         architecture=source.architecture,
+        fingerprint=fingerprint(source.weights),
     )
 
 

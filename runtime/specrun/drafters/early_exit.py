@@ -8,14 +8,26 @@ computes for a draft is the target's own and is not computed again when the draf
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrun.drafters.base import Proposal, draw_from_row, proposal_of
 from specrun.sampling import Draw, Sampler
-from specrun.split import SplitTarget
+from specrun.target import Rows
+
+
+class EarlyExitTarget(Protocol):
+    """A target whose first layers can be run alone; see :class:`specrun.split.SplitTarget`."""
+
+    def start_drafting(self, rows: int) -> int:
+        """The first layers are ahead by nothing; returns how many of ``rows`` they can take."""
+        ...
+
+    def draft(self, token: int, *, want_logits: bool = False) -> Rows:
+        """Feed one token to the first layers only. Raises EngineError."""
+        ...
 
 
 class EarlyExitDrafter:
@@ -27,7 +39,7 @@ class EarlyExitDrafter:
     max_drafts: int | None = None
     needs_prompt_rows = False
 
-    def __init__(self, target: SplitTarget) -> None:
+    def __init__(self, target: EarlyExitTarget) -> None:
         self._target = target
         self._tokens: list[int] = []
 

@@ -1,0 +1,292 @@
+"""A target that transformers runs with PyTorch, behind the same verbs as an engine.
+
+The loop and the drafters of :mod:`specrun` do not see the difference. Keys and values stand in the
+buffers of :class:`specrun.kv.KvBuffers`, which PyTorch and the engines of drafters share without a
+copy, where their layout is that of transformers' cache; otherwise in tensors of the model's own
+(multi-head latent attention, whose engines keep the compressed form, and models on a GPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from specgraphs import families
+from specgraphs.target import head_logits
+from specrun.contract import Part, past
+from specrun.errors import EngineError
+from specrun.kv import KvBuffers
+from specrun.options import PREFILL_CHUNK
+from specrun.target import OnRows, Rows, in_chunks
+
+
+class TorchTarget:
+    """transformers' causal language model on KV buffers, for one sequence.
+
+    ``early_exit``: layers of the model that draft, see ``draft``; None: it does not.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv: KvBuffers,
+        *,
+        prefill_chunk: int = PREFILL_CHUNK,
+        early_exit: int | None = None,
+    ) -> None:
+        self.kv = kv
+        self.prefill_chunk = prefill_chunk
+        self._model = model
+        self._early_exit = early_exit
+        self._cap = families.softcap(model.config)
+        self._ahead = 0  # rows behind ``length`` that the first layers have, see ``draft``
+        self._rows = _CacheRows(kv, model.device)
+        plan = families.kv_plan(model.config)
+        layers = range(int(model.config.num_hidden_layers))
+        self._cache = Cache(
+            layers=[_CacheLayer(self._rows, i) if plan.owns(i) else DummyLayer() for i in layers]
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens in the KV buffers."""
+        return self.kv.length
+
+    @property
+    def room(self) -> int:
+        """Rows that the next ``verify`` can take."""
+        return self.kv.room
+
+    def prefill(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        want_logits: bool = False,
+        on_rows: OnRows | None = None,
+    ) -> Rows:
+        """Feed ``tokens`` ``[1, n]`` in chunks; returns the last row only.
+
+        ``on_rows`` gets every hidden row. Raises ContextFull before anything is written,
+        EngineError.
+        """
+        self.kv.reserve(tokens.shape[1])
+        *chunks, last = in_chunks(tokens, self.prefill_chunk)
+        for chunk in chunks:
+            self._step(chunk, 1, False, on_rows)
+        return self._step(last, 1, want_logits, on_rows)
+
+    def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
+        """Feed ``tokens`` ``[1, rows]``; returns every row. Raises ContextFull, EngineError."""
+        self.kv.reserve(tokens.shape[1])
+        return self._step(tokens, tokens.shape[1], want_logits)
+
+    def truncate(self, length: int) -> None:
+        """Forget KV rows from ``length`` on. Raises ValueError when there are fewer."""
+        self.kv.truncate(length)
+        self._ahead = 0
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless lengths and buffers belong together."""
+        self.kv.check_integrity()
+
+    def start_drafting(self, rows: int) -> int:
+        """The first layers are ahead by nothing; returns how many of ``rows`` they can take."""
+        self._ahead = 0
+        fitting = min(rows, self.room)
+        self.kv.reserve(fitting)
+        return fitting
+
+    def draft(self, token: int, *, want_logits: bool = False) -> Rows:
+        """Feed one token to the first layers only; what the head says of their hidden state.
+
+        Verifying feeds it to all layers again, which writes the same rows. Raises EngineError.
+        """
+        assert self._early_exit is not None, "the manifest refuses early exit without its layers"
+        tokens: NDArray[np.int64] = np.array([[token]], dtype=np.int64)
+        with self._running(self.length + self._ahead):
+            hidden = self._model.model.norm(self._exit_rows(tokens, self._early_exit))
+            logits = head_logits(self._model, hidden, self._cap)
+        self._ahead += 1
+        return _rows(logits, hidden, want_logits)
+
+    def _step(
+        self,
+        tokens: NDArray[np.int64],
+        wanted: int,
+        want_logits: bool,
+        on_rows: OnRows | None = None,
+    ) -> Rows:
+        """All layers over ``tokens``, and the head over the last ``wanted`` rows."""
+        count, start = tokens.shape[1], self.length
+        # Given a number, layers that share KV skip the other rows; given places, they do not.
+        keep = wanted if on_rows is None else torch.arange(count - wanted, count)
+        with self._running(start), _last_hidden(self._model.model) as hidden:
+            out = self._model(**self._inputs(tokens), logits_to_keep=keep)
+        self.kv.advance(count)
+        self._ahead = 0
+        if on_rows is not None:
+            on_rows(start, _host(hidden[0][0]))
+        return _rows(out.logits, hidden[0][:, -wanted:], want_logits)
+
+    def _exit_rows(self, tokens: NDArray[np.int64], layers: int) -> Any:
+        """Hidden state behind the first ``layers`` layers, before the final norm."""
+        decoder = self._model.model
+        seen: list[Any] = []
+
+        def leave(module: Any, args: Any, kwargs: Any) -> None:
+            seen.append(args[0] if args else kwargs["hidden_states"])
+            raise _Left
+
+        behind = decoder.layers[layers] if layers < len(decoder.layers) else decoder.norm
+        handle = behind.register_forward_pre_hook(leave, with_kwargs=True)
+        try:
+            decoder(**self._inputs(tokens))
+        except _Left:
+            pass
+        finally:
+            handle.remove()
+        return seen[0]
+
+    def _inputs(self, tokens: NDArray[np.int64]) -> dict[str, Any]:
+        device, start = self._model.device, self._rows.start
+        places = torch.arange(start, start + tokens.shape[1], device=device)
+        return {
+            "input_ids": torch.from_numpy(np.ascontiguousarray(tokens)).to(device),
+            "position_ids": places[None],
+            "cache": self._cache,
+            "use_cache": True,
+        }
+
+    @contextlib.contextmanager
+    def _running(self, start: int) -> Iterator[None]:
+        """A run whose rows begin at ``start``. What PyTorch raises becomes an EngineError."""
+        self._rows.begin(start)
+        try:
+            with torch.inference_mode():
+                yield
+        except Exception as error:
+            raise EngineError(f"PyTorch: a run failed: {type(error).__name__}: {error}") from error
+
+
+class _Left(Exception):
+    """A forward pass is left early: what it was wanted for has been seen."""
+
+
+class _CacheRows:
+    """Where the layers' keys and values stand: which rows are the past, and the tensors."""
+
+    def __init__(self, kv: KvBuffers, device: Any) -> None:
+        self.kv = kv
+        self.start = 0
+        self._on_host = device.type == "cpu"
+        self._tensors: dict[str, Any] = {}
+        self._version = kv.version
+
+    def begin(self, start: int) -> None:
+        """The next rows stand from ``start`` on. Buffers that moved are found again."""
+        self.start = start
+        if self.kv.version == self._version:
+            return
+        self._version = self.kv.version
+        for name, old in self._tensors.items():
+            if self._shared(name, old) is None:
+                grown = self._empty(old)
+                grown[:, :, : self.kv.length] = old[:, :, : self.kv.length]
+                self._tensors[name] = grown
+            else:
+                self._tensors[name] = torch.from_numpy(self.kv.arrays[name])
+
+    def write(self, name: str, rows: Any) -> Any:
+        """Store ``rows`` ``[1, heads, n, size]``; returns all rows up to the last of them."""
+        if name not in self._tensors:
+            shared = self._shared(name, rows)
+            self._tensors[name] = self._empty(rows) if shared is None else shared
+        tensor, stop = self._tensors[name], self.start + rows.shape[2]
+        tensor[:, :, self.start : stop] = rows
+        if not self._on_host and self._fits(name, rows):
+            self.kv.arrays[name][:, :, self.start : stop] = _host(rows)  # drafters read it there
+        return tensor[:, :, :stop]
+
+    def _shared(self, name: str, rows: Any) -> Any:
+        """The KV buffer as a tensor, where it is laid out as ``rows`` are; else None."""
+        if not self._on_host or not self._fits(name, rows):
+            return None
+        return torch.from_numpy(self.kv.arrays[name])
+
+    def _fits(self, name: str, rows: Any) -> bool:
+        array = self.kv.arrays.get(name)
+        if array is None:
+            return False
+        same = array.shape[1] == rows.shape[1] and array.shape[3] == rows.shape[3]
+        return same and array.dtype.name == str(rows.dtype).removeprefix("torch.")
+
+    def _empty(self, rows: Any) -> Any:
+        batch, heads, _, size = rows.shape
+        return rows.new_zeros((batch, heads, self.kv.capacity, size))
+
+
+class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
+    """A layer of transformers' cache over :class:`_CacheRows`. It keeps every row: what a sliding
+    window hides, the mask hides, so that going back across the window is a length too."""
+
+    is_sliding = False
+
+    def __init__(self, rows: _CacheRows, layer: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._names = tuple(past(layer, part) for part in Part)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+        """Nothing: tensors are made at the first write."""
+
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Store the rows of a run; returns all up to them."""
+        key, value = self._names
+        return self._rows.write(key, key_states), self._rows.write(value, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Rows that ``update`` will return, and the position of the first."""
+        return self._rows.start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Rows before those of the run."""
+        return self._rows.start
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+
+@contextlib.contextmanager
+def _last_hidden(decoder: Any) -> Iterator[list[Any]]:
+    """Collects the hidden states behind the final norm of a forward pass."""
+    seen: list[Any] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        seen.append(output.last_hidden_state)
+
+    handle = decoder.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _rows(logits: Any, hidden: Any, want_logits: bool) -> Rows:
+    """As an engine returns them: argmax is the first of the largest, margin its lead."""
+    values: NDArray[np.float32] = logits.float().cpu().numpy()
+    argmax = values.argmax(axis=-1)
+    two = np.partition(values, -2, axis=-1)[..., -2:]
+    return Rows(argmax, _host(hidden), values if want_logits else None, two[..., 1] - two[..., 0])
+
+
+def _host(tensor: Any) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.detach().cpu().numpy()
+    return array
