@@ -166,6 +166,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "max_context": ([], ["--max-context", "32"]),
     "prefill_chunk": ([], ["--prefill-chunk", "2"]),
     "integrity": ([], ["--integrity", "full"]),
+    "verify": ([], ["--verify", "engine"]),
     "spin": ([], ["--spin"]),
     "exact": ([], ["--exact"]),
     "exact_width": (["--exact"], ["--exact", "--exact-width", "4"]),
@@ -174,7 +175,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "quiet": ([], ["--quiet"]),
 }
 # Only the CPU is certain to be there; ids are for programs, the command has --bad-word.
-NO_SECOND_VALUE = {"folder", "device", "bad_words_ids", "tuning"}
+# PyTorch needs a checkpoint, which toys do not have; see test_verification.
+NO_SECOND_VALUE = {"folder", "device", "bad_words_ids", "tuning", "target"}
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -212,7 +214,7 @@ def test_inspect(folder: Path) -> None:
     assert result.exit_code == 0
     assert "engine mtp_drafter" in result.stdout
     assert "drafts up to 16 tokens" in result.stdout
-    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 3
+    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 4
     (folder / "target.onnx").write_bytes(b"")
     assert call("inspect", folder).exit_code == 1
 

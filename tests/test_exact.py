@@ -76,6 +76,7 @@ def run_shapes(engine: specrun.Engine, monkeypatch: pytest.MonkeyPatch) -> list[
     """(past length, rows) of every run of the target from now on."""
     target = engine.target
     inner: Any = target.target if isinstance(target, ExactTarget) else target
+    inner = inner._target  # the engine behind its guard
     shapes: list[tuple[int, int]] = []
     step = inner._step
 
@@ -333,7 +334,7 @@ def test_a_run_that_failed(open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch) -
     session.generate(max_new_tokens=4)
     target: Any = session._progress.target
     with monkeypatch.context() as broken:
-        broken.setattr(target.target, "_step", _fail)
+        broken.setattr(target.target, "verify", _fail)
         with pytest.raises(EngineError, match="broken"):
             session.generate(max_new_tokens=4)
     want = engine.generate(session.tokens, method="plain", max_new_tokens=9).tokens
@@ -341,7 +342,7 @@ def test_a_run_that_failed(open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch) -
     session.check_integrity()
 
 
-def _fail(*arguments: Any) -> None:
+def _fail(*arguments: Any, **named: Any) -> None:
     raise EngineError("broken")
 
 

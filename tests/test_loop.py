@@ -296,7 +296,7 @@ def test_max_new_tokens(open_toy: OpenToy, k: int, extra: int) -> None:
 
 def test_nothing_wanted_is_nothing_run(open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_toy(Toy())
-    monkeypatch.setattr(engine.target, "_step", None)
+    monkeypatch.setattr(engine.target, "prefill", None)
     result = engine.generate([1, 2], max_new_tokens=0)
     assert (result.text, result.tokens, result.finish_reason) == ("", [], "length")
     assert result.stats.target_steps == result.stats.emitted == 0

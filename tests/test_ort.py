@@ -38,7 +38,7 @@ def test_an_engine_that_is_not_what_is_declared(tmp_path: Path, swapped: Toy, sa
 def test_an_older_onnxruntime_says_what_to_install(folder: Path) -> None:
     change(folder, put("engines", "target", "requires", "onnxruntime", value="99.1"))
     with pytest.raises(EngineError, match=r"requires onnxruntime 99\.1 or newer") as caught:
-        specrun.load(folder)
+        specrun.load(folder, verify="engine")
     assert caught.value.hint == "pip install -U 'onnxruntime>=99.1'"
 
 

@@ -14,7 +14,6 @@ from specexport import hub, presets
 from specexport.errors import ExportError, SourceError
 from specexport.fingerprint import fingerprint
 from specexport.sources import Source, resolve
-from specexport.torch_target import TorchTarget
 from specrun.contract import FRONT_ENGINE, MTP_DRAFTER_ENGINE, DType, KvLayer
 from specrun.errors import EngineError, SpecrunError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
@@ -45,6 +44,8 @@ class TorchModel:
         initial_capacity: int = INITIAL_CAPACITY,
     ) -> Verifier:
         """A target with KV buffers of its own, or on those of an engine that it stands in for."""
+        from specexport.torch_target import TorchTarget
+
         spec = self.manifest.target_engine
         if kv is None:
             kv = KvBuffers(
@@ -69,11 +70,12 @@ def load(manifest: Manifest, folder: Path, source: str | None, *, device: str) -
     ``source``: the checkpoint, None to find it again from the manifest; nothing is downloaded.
     Raises EngineError.
     """
-    import torch
-
     try:
         found = find(manifest, folder, source)
         _check(manifest, found)
+
+        import torch
+
         half = manifest.target_engine.kv_dtype is DType.FLOAT16
         model = found.load_reference(torch.float16 if half else torch.float32)
         model = model.to(torch.device(device))
@@ -97,9 +99,9 @@ def find(manifest: Manifest, folder: Path, given: str | None) -> Source:
     if given is not None:
         return resolve(given, local_only=True)
     target = manifest.target
-    preset = presets.find(target.id.removesuffix(PRESET_TARGET))
-    if preset is not None:
-        return resolve(preset.name, local_only=True)
+    preset, slash, part = target.id.partition("/")
+    if (slash + part) == PRESET_TARGET and presets.find(preset) is not None:
+        return resolve(preset, local_only=True)
     if hub.HUB_ID.fullmatch(target.id):
         return resolve(target.id, revision=target.revision, local_only=True)
     for place in (folder.parent, Path()):

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specrun.drafters.base import Drafter
     from specrun.engine import Engine, load
-    from specrun.errors import ContextFull, EngineError, FolderError, SpecrunError, UsageError
+    from specrun.errors import (
+        ContextFull,
+        DeviceError,
+        EngineError,
+        FolderError,
+        SpecrunError,
+        UsageError,
+    )
     from specrun.loop import Round
     from specrun.options import EngineOptions, GenerateOptions
     from specrun.result import Result, TextStream
@@ -27,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ContextFull",
+    "DeviceError",
     "Drafter",
     "Engine",
     "EngineError",
@@ -46,6 +54,7 @@ __all__ = [
 
 _MODULES = {
     "ContextFull": "errors",
+    "DeviceError": "errors",
     "Drafter": "drafters.base",
     "Engine": "engine",
     "EngineError": "errors",

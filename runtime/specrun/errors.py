@@ -4,6 +4,7 @@
     ├── UsageError            a request that cannot be meant: bad option, empty prompt (CLI exit 2)
     ├── FolderError           the engine folder: missing, changed or unknown file, field or version
     ├── EngineError           an engine does not load or a run of it fails
+    │   └── DeviceError       the device that was asked for is not there
     └── ContextFull           the request does not fit into the context of the engine
 
 Each error carries the thing and the value in its message, and the way out in ``hint``.
@@ -30,6 +31,10 @@ class FolderError(SpecrunError):
 
 class EngineError(SpecrunError):
     """An engine does not load, or a run of it fails."""
+
+
+class DeviceError(EngineError):
+    """The device that was asked for is not there; nothing runs on another one instead."""
 
 
 class ContextFull(SpecrunError):

@@ -17,7 +17,7 @@ from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.target import OnRows, Rows, Verifier
 
-OpenOther = Callable[[KvBuffers], Verifier]
+OpenOther = Callable[[KvBuffers, EngineError], Verifier]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class GuardedTarget:
     """``target`` until it fails in a generation that allows it, then what ``open_other`` gives.
 
     ``open_other``: gets the KV buffers, on which the other target goes on, so that drafters that
-    read them need not know; None: nobody stands in. Failures are errors of a run and answers that
-    are not finite. Without ``watch`` they are raised.
+    read them need not know, and what happened; None: nobody stands in. Failures are errors of a
+    run and answers that are not finite. Without ``watch`` they are raised.
     """
 
     def __init__(self, target: Verifier, open_other: OpenOther | None) -> None:
@@ -153,7 +153,7 @@ class GuardedTarget:
         if self._open_other is None or watch is None or self.failure is not None:
             raise error
         watch.refuse(error)
-        other = self._open_other(self.kv)
+        other = self._open_other(self.kv, error)
         self.kv.truncate(0)
         if before:
             known: NDArray[np.int64] = np.array([self._tokens[:before]], dtype=np.int64)

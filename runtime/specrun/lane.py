@@ -15,7 +15,7 @@ from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
 from specrun.drafters.base import Drafter
 from specrun.drafters.mtp_layers import MtpLayersDrafter
 from specrun.drafters.ngram import NgramDrafter
-from specrun.errors import EngineError
+from specrun.errors import DeviceError, EngineError
 from specrun.guarded_target import GuardedTarget, Watch
 from specrun.kv import KvBuffers
 from specrun.manifest import DraftMethod, Manifest
@@ -139,31 +139,31 @@ class Lane:
             try:
                 engine = open_target(manifest, resources.session, **lengths)
             except EngineError as error:
-                if options.verify == "engine":
+                if options.verify == "engine" or isinstance(error, DeviceError):
                     raise
                 resources.failure = error
             else:
                 stands_in = options.verify == "auto" and not options.exact
                 self.guarded = GuardedTarget(engine, self._stand_in if stands_in else None)
                 return self.guarded
-        return self._torch().target(None, **lengths)
+        return self._torch(resources.failure).target(None, **lengths)
 
-    def _torch(self) -> TargetModel:
-        """PyTorch's model; an error names what the engine did too, where it is to stand in."""
-        failure = self.resources.failure
+    def _torch(self, failure: EngineError | None) -> TargetModel:
+        """PyTorch's model; an error names the ``failure`` of the engine that it stands in for."""
         try:
             return self.resources.torch_model()
         except EngineError as error:
             if failure is None:
                 raise
             raise EngineError(
-                f"{failure}; and PyTorch cannot verify instead: {error}", hint=error.hint
+                f"{failure}; and PyTorch cannot verify instead: {error}",
+                hint="; or ".join(hint for hint in (failure.hint, error.hint) if hint),
             ) from error
 
-    def _stand_in(self, kv: KvBuffers) -> Verifier:
+    def _stand_in(self, kv: KvBuffers, failure: EngineError) -> Verifier:
         """PyTorch on the KV buffers of the engine that failed."""
         options = self.resources.options
-        return self._torch().target(
+        return self._torch(failure).target(
             kv, max_context=kv.max_context, prefill_chunk=options.prefill_chunk
         )
 

@@ -14,7 +14,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from specrun.contract import DType, TensorSpec
-from specrun.errors import EngineError
+from specrun.errors import DeviceError, EngineError
 from specrun.manifest import REEXPORT, EngineSpec
 
 PROVIDERS = {
@@ -73,7 +73,7 @@ def open_session(
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
     used = session.get_providers()[0]
     if used != provider:
-        raise EngineError(f"{path}: runs on {used} instead of {provider}", hint="use --device cpu")
+        raise DeviceError(f"{path}: runs on {used} instead of {provider}", hint="use --device cpu")
     check_io(session, engine, path.name)
     return session
 
@@ -120,7 +120,7 @@ def _provider(device: str) -> str:
     if provider is not None and provider in available:
         return provider
     devices = [name for name, value in PROVIDERS.items() if value in available]
-    raise EngineError(
+    raise DeviceError(
         f"device: {device!r} is not available, this onnxruntime has {', '.join(devices)}",
         hint="use --device cpu, or install the onnxruntime package of that device",
     )

@@ -1,0 +1,453 @@
+"""PyTorch in place of the target's engine: the same tokens, from the start or from any run on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import exported
+import small_vocabulary
+import tiny_models
+import torch
+from exported import Exported
+from small_vocabulary import PROMPT, Pair
+
+import specrun
+from specexport import hub, verification
+from specexport.errors import SourceError
+from specexport.sources import resolve
+from specexport.torch_target import TorchTarget
+from specrun import manifest as manifests
+from specrun import torch_verifier
+from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
+from specrun.errors import EngineError, UsageError
+from specrun.guarded_target import GuardedTarget
+from specrun.ort import PreparedRun
+
+NEW = 20
+LONG_PROMPT = PROMPT * 3
+FOLDERS = {
+    "llama": Pair("llama", ("llama-draft", "llama-other"), early_exit=1),
+    "mtp": Pair("deepseek-dense"),
+    "gemma4": Pair("gemma4", ("assistant-centroid",)),
+}
+METHODS = {
+    "plain": "llama",
+    "prompt-lookup": "llama",
+    "draft": "llama",
+    "universal": "llama",
+    "early-exit": "llama",
+    "mtp": "mtp",
+    "mtp-drafter": "gemma4",
+}
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_ids": (), "do_sample": False}
+SAMPLED: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "eos_token_ids": (),
+    "temperature": 0.9,
+    "top_k": 7,
+    "seed": 5,
+}
+
+OpenEngine = Callable[..., specrun.Engine]
+
+
+@pytest.fixture
+def folder(once: Callable[..., Path]) -> Callable[[str], Path]:
+    """``folder(name)``: the engines of one of FOLDERS, beside their checkpoints."""
+
+    def make(name: str) -> Path:
+        def export(path: Path) -> None:
+            small_vocabulary.export(FOLDERS[name], path, check=False)
+
+        return once(f"small-vocabulary-{name}", export) / small_vocabulary.ENGINES
+
+    return make
+
+
+@pytest.fixture
+def open_engine(folder: Callable[[str], Path]) -> Iterator[OpenEngine]:
+    """``open_engine(name, **options)``: one of FOLDERS, opened."""
+    engines: list[specrun.Engine] = []
+
+    def make(name: str, **options: Any) -> specrun.Engine:
+        engines.append(specrun.load(folder(name), **{"threads": 1, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Fault:
+    """The target's engines fail from their run number ``first`` on, counted from 0."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, first: int, kind: str = "raise") -> None:
+        self.runs = 0
+        files = {f"{name}.onnx" for name in TARGET_ENGINES}
+        real = PreparedRun.run
+
+        def run(prepared: PreparedRun) -> None:
+            if prepared.name in files:
+                self.runs += 1
+                if self.runs > first:
+                    if kind == "raise":
+                        raise EngineError(f"{prepared.name}: a run failed: planted")
+                    real(prepared)
+                    for array in prepared.outputs.values():
+                        if array.dtype.kind == "f":
+                            array[...] = np.nan if kind == "nan" else np.inf
+                    return
+            real(prepared)
+
+        patch.setattr(PreparedRun, "run", run)
+
+
+# Tokens.
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_tokens(open_engine: OpenEngine, method: Any, sampled: bool) -> None:
+    options = SAMPLED if sampled else GREEDY
+    name = METHODS[method]
+    by_engine = open_engine(name).generate(LONG_PROMPT, method=method, strict=True, **options)
+    by_torch = open_engine(name, verify="torch", prefill_chunk=7).generate(
+        LONG_PROMPT, method=method, strict=True, **options
+    )
+    assert by_torch.tokens == by_engine.tokens
+    stats, want = by_torch.stats, by_engine.stats
+    assert (stats.verifier, want.verifier) == ("torch", "engine")
+    assert (stats.torch_steps, want.torch_steps) == (stats.target_steps, 0)
+    assert (stats.drafted, stats.accepted) == (want.drafted, want.accepted)
+    assert stats.provider == "PyTorch (cpu)" and stats.verifier_failure is None
+
+
+@pytest.mark.parametrize("pair", exported.pair_params())
+def test_every_family(exported_pair: Callable[..., Exported], pair: exported.Pair) -> None:
+    made = exported_pair(pair)
+    prompt = exported.prompt_of(3 * tiny_models.WINDOW)
+    options: dict[str, Any] = {"max_new_tokens": 16, "eos_token_ids": (), "strict": True}
+    with made.open() as engine, made.open(verify="torch", prefill_chunk=5) as other:
+        for method in ("plain", *made.drafting_methods):
+            want = engine.generate(prompt, method=method, **options)
+            got = other.generate(prompt, method=method, **options)
+            assert got.tokens == want.tokens, method
+            assert got.stats.accepted == want.stats.accepted, method
+
+
+def test_sessions_rewind(open_engine: OpenEngine) -> None:
+    """KV in PyTorch is kept and cut like that of engines."""
+    with open_engine("gemma4", verify="torch") as engine:
+        session = engine.session()
+        session.append(PROMPT)
+        first = session.generate(**GREEDY).tokens
+        for length in (len(PROMPT) + 5, len(PROMPT), 1):
+            session.rewind(length)
+            session.append([3, 1])
+            got = session.generate(**GREEDY).tokens
+            cold = engine.generate(
+                [*[*PROMPT, *first][:length], 3, 1], method="plain", **GREEDY
+            ).tokens
+            assert got == cold
+            session.check_integrity()
+
+
+def test_exact(open_engine: OpenEngine) -> None:
+    """Blocks of a fixed width over PyTorch: drafting changes no bit of the logits."""
+    with open_engine("gemma4", verify="torch", exact=True, exact_width=4) as engine:
+        plain = engine.generate(LONG_PROMPT, method="plain", logprobs=3, **GREEDY)
+        drafted = engine.generate(LONG_PROMPT, method="mtp-drafter", logprobs=3, **GREEDY)
+        assert drafted.tokens == plain.tokens
+        assert drafted.logprobs == plain.logprobs
+        assert drafted.stats.accepted > 0
+
+
+def test_logits_and_kv(open_engine: OpenEngine) -> None:
+    """Both targets say the same and leave the same rows in the KV that a drafter reads."""
+    tokens = np.array([LONG_PROMPT])
+    by_engine, by_torch = (open_engine("gemma4", verify=name) for name in ("engine", "torch"))
+    answers = []
+    for engine in (by_engine, by_torch):
+        engine.target.prefill(tokens[:, :10])
+        answers.append(engine.target.verify(tokens[:, 10:], want_logits=True))
+    for got, want in zip(*reversed(answers), strict=True):
+        assert np.asarray(got).shape == np.asarray(want).shape
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    shared = by_torch.target.kv.arrays
+    assert shared.keys() == {
+        name
+        for name in by_engine.target.kv.arrays
+        if name in {spec.name for spec in by_torch.manifest.engines[MTP_DRAFTER_ENGINE].inputs}
+    }
+    for name, array in shared.items():
+        length = tokens.shape[1]
+        want_rows = by_engine.target.kv.arrays[name][:, :, :length]
+        np.testing.assert_allclose(array[:, :, :length], want_rows, atol=1e-5)
+
+
+def test_the_kv_is_shared_without_a_copy(open_engine: OpenEngine) -> None:
+    engine = open_engine("gemma4", verify="torch")
+    engine.generate(LONG_PROMPT, **GREEDY)
+    target: Any = engine.target
+    assert isinstance(target, TorchTarget)
+    for name, array in target.kv.arrays.items():
+        assert target._rows._tensors[name].data_ptr() == array.ctypes.data
+
+
+# Standing in.
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan", "inf"])
+@pytest.mark.parametrize("first", [0, 1, 2, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_it_stands_in_from_any_run_on(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, method: Any, first: int, kind: str
+) -> None:
+    """The prompt takes four runs, of early exit more: the first faults are in the middle of it."""
+    if kind != "raise" and method == "early-exit":
+        pytest.skip("its parts are not looked at one by one")
+    name = METHODS[method]
+    want = open_engine(name).generate(LONG_PROMPT, method=method, **GREEDY)
+    engine = open_engine(name, prefill_chunk=7)
+    warnings: list[str] = []
+    pieces: list[str] = []
+    with monkeypatch.context() as patch:
+        Fault(patch, first, kind)
+        stream = engine.stream(LONG_PROMPT, method=method, on_warning=warnings.append, **GREEDY)
+        pieces += stream
+        again = engine.generate(LONG_PROMPT, method=method, on_warning=warnings.append, **GREEDY)
+    got = stream.result
+    assert got.tokens == want.tokens == again.tokens
+    assert "".join(pieces) == want.text
+    assert len(warnings) == 1 and "the target's engine failed" in warnings[0]
+    assert got.stats.verifier == again.stats.verifier == "torch"
+    assert again.stats.torch_steps == again.stats.target_steps
+    assert 0 < got.stats.torch_steps <= got.stats.target_steps
+    assert (got.stats.mode, got.stats.accepted) == (want.stats.mode, want.stats.accepted)
+    assert got.stats.verifier_failure is not None
+    engine.check_integrity()
+
+
+def test_sampling_goes_on_with_the_same_numbers(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = open_engine("llama").generate(PROMPT, method="draft", **SAMPLED)
+    Fault(monkeypatch, 4)
+    got = open_engine("llama").generate(
+        PROMPT, method="draft", on_warning=lambda message: None, **SAMPLED
+    )
+    assert got.tokens == want.tokens
+    assert got.stats.verifier == "torch"
+
+
+def test_a_batch_goes_on(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [PROMPT, PROMPT[:3], LONG_PROMPT]
+    want = [open_engine("gemma4").generate(p, **GREEDY).tokens for p in prompts]
+    Fault(monkeypatch, 7)
+    warnings: list[str] = []
+    got = open_engine("gemma4").generate(prompts, on_warning=warnings.append, **GREEDY)
+    assert [result.tokens for result in got] == want
+    assert len(warnings) == 1
+    assert all(result.stats.verifier == "torch" for result in got)
+
+
+def test_a_session_goes_on(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn fails behind KV of the first, which PyTorch reads again."""
+    want = open_engine("mtp").session()
+    session = open_engine("mtp").session()
+    for one in (want, session):
+        one.append(PROMPT)
+        one.generate(**GREEDY)
+        one.append([1, 2])
+    wanted = want.generate(**GREEDY)
+    Fault(monkeypatch, 2)
+    got = session.generate(on_warning=lambda message: None, **GREEDY)
+    assert got.tokens == wanted.tokens
+    assert got.stats.verifier == "torch"
+    session.check_integrity()
+
+
+def test_an_engine_that_does_not_load(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = broken_copy(folder("gemma4"), tmp_path)
+    want = specrun.load(folder("gemma4")).generate(PROMPT, **GREEDY)
+    warnings: list[str] = []
+    with specrun.load(copy, target=str(folder("gemma4").parent / "gemma4")) as engine:
+        got = engine.generate(PROMPT, on_warning=warnings.append, **GREEDY)
+        assert got.tokens == want.tokens
+        assert (got.stats.method, got.stats.mode) == ("mtp-drafter", "speculative")
+        assert len(warnings) == 1 and "does not load" in warnings[0]
+        with pytest.raises(EngineError, match="does not load") as caught:
+            engine.generate(PROMPT, strict=True, **GREEDY)
+        assert caught.value.hint == "without strict, PyTorch verifies in its place"
+    with pytest.raises(EngineError, match="does not load"):
+        specrun.load(copy, verify="engine")
+
+
+def broken_copy(source: Path, tmp_path: Path) -> Path:
+    """The folder with a target that is no ONNX, as a device would get it from a bad writer: the
+    manifest agrees with the file."""
+    copy = tmp_path / "engines"
+    shutil.copytree(source, copy)
+    text = (copy / "manifest.json").read_text()
+    old = manifests.sha256_of(copy / "target.onnx")
+    size = (copy / "target.onnx").stat().st_size
+    (copy / "target.onnx").write_bytes(bytes(size))
+    (copy / "manifest.json").write_text(
+        text.replace(old, manifests.sha256_of(copy / "target.onnx"))
+    )
+    return copy
+
+
+# Refused.
+
+
+def test_strict_refuses_it(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine("gemma4")
+    want = engine.generate(PROMPT, **GREEDY)
+    with monkeypatch.context() as patch:
+        Fault(patch, 3)
+        with pytest.raises(EngineError, match=r"the target's engine failed: .*planted") as caught:
+            engine.generate(PROMPT, strict=True, **GREEDY)
+    assert caught.value.hint == "without strict, PyTorch verifies in its place"
+    engine.check_integrity()
+    again = engine.generate(PROMPT, strict=True, **GREEDY)
+    assert (again.tokens, again.stats.verifier) == (want.tokens, "engine")
+
+
+@pytest.mark.parametrize("options", [{"verify": "engine"}, {"exact": True}])
+def test_nobody_stands_in(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """In exact mode the rest of the text would have other bits."""
+    engine = open_engine("gemma4", **options)
+    Fault(monkeypatch, 3)
+    with pytest.raises(EngineError, match="planted"):
+        engine.generate(PROMPT, **GREEDY)
+
+
+def test_drafters_of_the_caller_raise_their_own(open_engine: OpenEngine) -> None:
+    """An error of a drafter, passed on while the prompt is read, is none of the target's."""
+
+    class Refusing:
+        max_drafts = 4
+        needs_prompt_rows = True
+
+        def __getattr__(self, name: str) -> Any:
+            def verb(*arguments: Any) -> Any:
+                if name == "observe":
+                    raise RuntimeError("not today")
+                return []
+
+            return verb
+
+    engine = open_engine("mtp")
+    with pytest.raises(EngineError, match="the drafter failed: RuntimeError: not today"):
+        engine.generate(PROMPT, drafter=Refusing(), strict=True, **GREEDY)
+    target: Any = engine.target
+    assert isinstance(target, GuardedTarget) and target.failure is None
+
+
+def test_both_fail(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, folder: Callable[[str], Path]
+) -> None:
+    """One error names both; the engine that works again is used again."""
+    engine = open_engine("gemma4")
+    want = engine.generate(PROMPT, **GREEDY).tokens
+    with monkeypatch.context() as patch:
+        Fault(patch, 2)
+        patch.setattr(verification, "find", unreachable)
+        with pytest.raises(EngineError, match=r"planted; and PyTorch cannot .*: no such luck"):
+            engine.generate(PROMPT, **GREEDY)
+    engine.check_integrity()
+    assert engine.generate(PROMPT, **GREEDY).tokens == want
+
+
+def unreachable(*arguments: Any) -> Any:
+    raise SourceError("no such luck")
+
+
+def test_pytorch_fails_too(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine("llama", verify="torch")
+    want = engine.generate(PROMPT, **GREEDY).tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
+        with pytest.raises(EngineError, match="PyTorch: a run failed: RuntimeError: full"):
+            engine.generate(PROMPT, **GREEDY)
+    assert engine.generate(PROMPT, **GREEDY).tokens == want
+
+
+def fails(*arguments: Any, **named: Any) -> Any:
+    raise RuntimeError("full")
+
+
+def test_packages_that_are_missing(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_verifier, "NEEDED", ("torch", "no_such_package"))
+    with pytest.raises(EngineError, match="PyTorch needs no_such_package, not installed") as caught:
+        specrun.load(folder("llama"), verify="torch")
+    assert caught.value.hint is not None and "pip install" in caught.value.hint
+
+
+def test_options_that_exclude_each_other(folder: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match="target: PyTorch does not verify with verify engine"):
+        specrun.load(folder("llama"), verify="engine", target="x")
+
+
+# Finding the checkpoint.
+
+
+def test_beside_the_folder_and_in_the_working_directory(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = folder("llama").parent / "llama"
+    copy = tmp_path / "a" / "engines"
+    shutil.copytree(folder("llama"), copy)
+    with pytest.raises(EngineError, match="llama: the checkpoint of the target is not") as caught:
+        specrun.load(copy, verify="torch")
+    assert caught.value.hint is not None and "--target" in caught.value.hint
+    (tmp_path / "llama").symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    assert specrun.load(copy, verify="torch").generate(PROMPT, **GREEDY).tokens
+
+
+def test_another_checkpoint_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The same shapes with other weights, as a fine-tuned sibling has."""
+    model = resolve(folder("llama").parent / "llama").load_reference()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    other = tmp_path / "other"
+    shutil.copytree(folder("llama").parent / "llama", other)
+    model.save_pretrained(other)
+    with pytest.raises(EngineError, match="other: has other weights than the checkpoint"):
+        specrun.load(folder("llama"), verify="torch", target=str(other))
+
+
+def test_the_bundled_pair_is_found(once: Callable[..., Path]) -> None:
+    import check_tiny
+
+    engines = once("gemma4-tiny", lambda path: check_tiny.export(path / "engines")) / "engines"
+    made = manifests.read(engines)
+    assert verification.find(made, engines, None).id == "gemma4-tiny/target"
+
+
+def test_hub_models_come_from_the_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot(repo: str, **request: Any) -> str:
+        asked.update(request, repo=repo)
+        raise FileNotFoundError("nothing there")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(SourceError, match="a/b at main: not in the cache") as caught:
+        hub.download("a/b", "main", local_only=True)
+    assert asked["local_files_only"] and asked["repo"] == "a/b"
+    assert caught.value.hint == "download it first, for example with `hf download`"
