@@ -77,6 +77,11 @@ def _terminate(number: int, _: object) -> None:
     metavar="GB",
     help="Memory that the export may take; more of it makes comparing faster.",
 )
+@click.option(
+    "--skip",
+    type=click.Choice(["target"]),
+    help="Export the drafters only; PyTorch verifies, from the checkpoint.",
+)
 @click.option("--no-check", is_flag=True, help="Do not compare with transformers.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
@@ -92,6 +97,7 @@ def export(
     revision: str | None,
     token: str | None,
     memory_gb: float,
+    skip: str | None,
     no_check: bool,
     quiet: bool,
     as_json: bool,
@@ -120,6 +126,7 @@ def export(
         num_draft=num_draft,
         early_exit=early_exit,
         mtp_layers=mtp_layers,
+        skip_target=skip is not None,
         check=not no_check,
         memory_gb=memory_gb,
     )

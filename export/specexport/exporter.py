@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ from specexport import (
 )
 from specexport.datafile import DATA_FILE, DataFile
 from specexport.errors import SourceError
+from specexport.fingerprint import fingerprint
 from specexport.made import Sources
 from specexport.parts.base import DrafterPart, Settings, TargetPart, file_name
 from specexport.parts.record import manifest_source, manifest_tokenizer
@@ -35,7 +36,7 @@ from specrun import manifest as manifests
 from specrun import resolve
 from specrun.contract import FRONT_ENGINE, TARGET_ENGINE
 from specrun.errors import UsageError
-from specrun.manifest import Generation, Manifest, Precision
+from specrun.manifest import EngineSpec, Generation, Manifest, Precision
 from specrun.options import GenerateOptions, available_threads
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -64,7 +65,8 @@ class ExportOptions:
     int4, else the same). ``block_size``: columns that share a scale in int8 and int4.
     ``num_draft``: most tokens that the MTP drafter can draft in a round. ``early_exit``: export
     the target in parts, so that its first so many layers can draft. ``mtp_layers``: export the MTP
-    layers of the target's checkpoint (None: where it has any). ``check``: compare the written
+    layers of the target's checkpoint (None: where it has any). ``skip_target``: export the drafters
+    only; PyTorch verifies, from the checkpoint. ``check``: compare the written
     engines with transformers before the folder appears. ``memory_gb``: that the export may take,
     10^9 bytes; models that do not fit are read layer by layer, engines run on mapped weights.
     """
@@ -78,6 +80,7 @@ class ExportOptions:
     num_draft: int = 16
     early_exit: int | None = None
     mtp_layers: bool | None = None
+    skip_target: bool = False
     check: bool = True
     memory_gb: float = DEFAULT_MEMORY_GB
 
@@ -102,6 +105,17 @@ class ExportOptions:
             raise UsageError(
                 f"early_exit: must be at least 1, got {self.early_exit}",
                 hint="give the number of first layers that draft",
+            )
+        if self.skip_target and self.early_exit is not None:
+            raise UsageError(
+                f"early_exit: drafts with the target's own layers, which are skipped,"
+                f" got {self.early_exit}",
+                hint="leave --early-exit or --skip out",
+            )
+        if self.skip_target and self.precision == AUTO:
+            raise UsageError(
+                "precision: auto measures the target, which is skipped",
+                hint="give the precision of the drafters",
             )
 
     def _check_precisions(self) -> None:
@@ -169,17 +183,20 @@ def export(
             few=not fits and precisions.target in IN_BLOCKS,
         )
         report("reference", 1, 1)
-    judge = options.check and precisions.of_target != {"fp32"}
+    judge = options.check and precisions.of_target != {"fp32"} and not options.skip_target
     if judge and not fits:
         notes += (NOT_JUDGED.format(_expected_bytes(target, precisions) / 1e9 + 1.5),)
-    plan, judged = _plan(
-        target,
-        precisions,
-        options.model_memory,
-        report,
-        judge=judge and fits,
-        max_context=settings.max_context,
-    )
+    if options.skip_target:  # what drafters have of its weights is not calibrated
+        plan, judged = Plan(*quantization.formats(target, precisions, {})), None
+    else:
+        plan, judged = _plan(
+            target,
+            precisions,
+            options.model_memory,
+            report,
+            judge=judge and fits,
+            max_context=settings.max_context,
+        )
     with folder.atomic(out) as partial:
         made = _write(target, chosen, drafting, partial, settings, plan, report)
         if judged is not None:
@@ -187,7 +204,8 @@ def export(
         made = replace(made, notes=notes + made.notes)
         if seen is not None:
             made = replace(
-                made, parity=_compare(partial, made, drafting, seen, report, mapped=not fits)
+                made,
+                parity=_compare(partial, made, target, drafting, seen, report, mapped=not fits),
             )
         else:
             parity.check_declared_io(partial, made)
@@ -202,6 +220,8 @@ def _precisions(
     """What was asked for, or measured to be best here; and why."""
     precision = options.precision
     notes: tuple[str, ...] = ()
+    if options.skip_target and precision == "w8a8":
+        precision = "int8"  # as drafters have it
     if precision == AUTO:
         choice = auto_precision.choose(target, report)
         precision, notes = choice.precision, (choice.reason,)
@@ -243,6 +263,8 @@ def recheck(
     drafting = parts.of_folder(made, target, _listed(drafters))
     most = max((d.max_num_draft or 0 for d in made.drafters.values()), default=0)
     weights = next(entry.size for entry in made.files if entry.path == DATA_FILE)
+    if not made.has_target_engine:
+        weights += target.weights.total_nbytes
     mapped = weights > memory_for_models()
     seen = reference.compute(
         target,
@@ -253,7 +275,7 @@ def recheck(
         precision=activations(made.target_engine.precision),
         few=mapped and made.target_engine.precision in IN_BLOCKS,
     )
-    return _compare(out, made, drafting, seen, report, mapped=mapped)
+    return _compare(out, made, target, drafting, seen, report, mapped=mapped)
 
 
 def check_itself(out: Path) -> float:
@@ -265,6 +287,7 @@ def check_itself(out: Path) -> float:
 def _compare(
     folder: Path,
     made: Manifest,
+    target: Source,
     drafting: Sequence[DrafterPart],
     seen: reference.Reference,
     report: Progress,
@@ -276,6 +299,7 @@ def _compare(
         made,
         drafting,
         seen,
+        target=target,
         threads=available_threads(),
         mapped=mapped,
         progress=lambda done, total: report("check", done, total),
@@ -356,7 +380,7 @@ def _write(
     files = folder.listing(partial)
     sha256 = {entry.path: entry.sha256 for entry in files}
     specs = chosen.specs(settings)
-    first = specs[TARGET_ENGINE] if TARGET_ENGINE in specs else specs[FRONT_ENGINE]
+    bound_to = _bound_to(target, specs, sha256)
     for part in drafting:
         specs |= part.specs(settings)
     specs = {
@@ -366,15 +390,15 @@ def _write(
             weights=stored[name],
             exact_rows=experts.exact_rows(graphs[name]),
         )
+        if name in graphs
+        else spec
         for name, spec in specs.items()
     }
     notes = quantization.notes(graphs.values(), sources) + quantization.kept_notes(plan)
     return Manifest(
         format=manifests.FORMAT,
         target=manifest_source(target),
-        drafters={
-            part.method: part.drafter(settings, sha256[first.file], sha256) for part in drafting
-        },
+        drafters={part.method: part.drafter(settings, bound_to, sha256) for part in drafting},
         tokenizer=manifest_tokenizer(tokenizer, sha256[tokenizer.file]),
         generation=_generation(target, settings.max_context),
         engines=specs,
@@ -384,6 +408,12 @@ def _write(
         quality=None,
         notes=notes,
     )
+
+
+def _bound_to(target: Source, specs: Mapping[str, EngineSpec], sha256: Mapping[str, str]) -> str:
+    """What drafters are bound to, see :attr:`specrun.manifest.Manifest.target_sha256`."""
+    first = specs[TARGET_ENGINE] if TARGET_ENGINE in specs else specs[FRONT_ENGINE]
+    return fingerprint(target.weights) if first.backend == "torch" else sha256[first.file]
 
 
 def _plan(

@@ -73,12 +73,7 @@ def load(manifest: Manifest, folder: Path, source: str | None, *, device: str) -
     try:
         found = find(manifest, folder, source)
         _check(manifest, found)
-
-        import torch
-
-        half = manifest.target_engine.kv_dtype is DType.FLOAT16
-        model = found.load_reference(torch.float16 if half else torch.float32)
-        model = model.to(torch.device(device))
+        return torch_model(manifest, found, device=device)
     except SpecrunError as error:
         raise EngineError(str(error), hint=error.hint) from error
     except Exception as error:  # torch and transformers raise what they like
@@ -87,7 +82,15 @@ def load(manifest: Manifest, folder: Path, source: str | None, *, device: str) -
             f" {type(error).__name__}: {error}",
             hint=OTHER,
         ) from error
-    return TorchModel(manifest, model, f"PyTorch ({device})")
+
+
+def torch_model(manifest: Manifest, source: Source, *, device: str = "cpu") -> TorchModel:
+    """transformers' model of ``source``, as the target of a folder. Raises WeightsError."""
+    import torch
+
+    half = manifest.target_engine.kv_dtype is DType.FLOAT16
+    model = source.load_reference(torch.float16 if half else torch.float32)
+    return TorchModel(manifest, model.to(torch.device(device)), f"PyTorch ({device})")
 
 
 def find(manifest: Manifest, folder: Path, given: str | None) -> Source:

@@ -458,7 +458,8 @@ def _manifest_table(manifest: Manifest) -> str:
     for name, engine in manifest.engines.items():
         own = engine.role is not Role.MTP_DRAFTER and engine.kv
         kv = f", {engine.kv_bytes_per_token} bytes of KV per token" if own else ""
-        lines[f"engine {name}"] = f"{engine.file}, {_precision(engine)}{kv}"
+        where = engine.file or "none, PyTorch verifies from the checkpoint"
+        lines[f"engine {name}"] = f"{where}, {_precision(engine)}{kv}"
     for entry in manifest.files:
         lines[f"file {entry.path}"] = f"{entry.size} bytes, sha256 {entry.sha256[:12]}…"
     parity = manifest.parity

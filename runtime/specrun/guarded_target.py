@@ -141,10 +141,7 @@ class GuardedTarget:
         if not self._seen_logits and rows.logits is not None:
             looked_at.append(rows.logits)
         if not all(np.isfinite(array).all() for array in looked_at):
-            raise EngineError(
-                "the target's logits are not finite (nan or inf)",
-                hint="export again, with --precision fp32 if it was fp16",
-            )
+            raise not_finite()
         self._seen_logits = True
 
     def _switch(self, error: EngineError, before: int) -> None:
@@ -162,6 +159,14 @@ class GuardedTarget:
         watch.tell(error)
 
 
+def not_finite() -> EngineError:
+    """What the target says cannot be used."""
+    return EngineError(
+        "the target's logits are not finite (nan or inf)",
+        hint="export again, with --precision fp32 if it was fp16",
+    )
+
+
 class _Once:
     """Passes hidden rows on to ``on_rows``, each position once, from ``start`` on."""
 
@@ -174,6 +179,8 @@ class _Once:
         new = hidden[max(0, self._next - start) :]
         if not len(new):
             return
+        if not np.isfinite(new).all():
+            raise not_finite()  # before a drafter keeps it
         at = max(start, self._next)
         self._next = at + len(new)
         try:

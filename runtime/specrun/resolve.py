@@ -69,6 +69,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def resolve_engine(options: EngineOptions, manifest: Manifest) -> EngineOptions:
     """``options`` with threads and context decided. Raises UsageError."""
+    if options.verify == "engine" and not manifest.has_target_engine:
+        raise UsageError(
+            "verify: the folder has no engine of the target, only drafters, got 'engine'",
+            hint="leave verify out (PyTorch verifies), or export without --skip target",
+        )
     most = manifest.generation.max_context
     if options.max_context is not None and options.max_context > most:
         raise UsageError(

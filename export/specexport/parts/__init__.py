@@ -11,7 +11,7 @@ from specexport.parts.assistant import Assistant
 from specexport.parts.base import DrafterPart, TargetPart
 from specexport.parts.draft_model import DraftModel
 from specexport.parts.early_exit import EarlyExit, TargetInParts
-from specexport.parts.target import WholeTarget
+from specexport.parts.target import TorchOnly, WholeTarget
 from specexport.sources import Source
 from specrun.contract import FRONT_ENGINE
 from specrun.errors import UsageError
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 def plan(
     target: Source, drafters: Sequence[Source], options: ExportOptions
 ) -> tuple[TargetPart, list[DrafterPart]]:
-    """The parts of an export. Raises SourceError where two drafters are for the same method."""
-    chosen: TargetPart = WholeTarget(target)
+    """The parts of an export. Raises UsageError where two drafters are for the same method, or
+    without the target nothing is left."""
+    chosen: TargetPart = TorchOnly(target) if options.skip_target else WholeTarget(target)
     drafting = [_drafter(source, target) for source in drafters]
     if options.early_exit is not None:
         chosen = TargetInParts(target, options.early_exit)
@@ -33,6 +34,11 @@ def plan(
     if (own := mtp_layers.part(target, options.mtp_layers)) is not None:
         drafting.append(own)
     _check_methods(drafting)
+    if options.skip_target and not drafting:
+        raise UsageError(
+            "skip: without the target there is nothing to export, as there is no drafter",
+            hint="give a drafter with --drafter, or leave --skip out",
+        )
     return chosen, drafting
 
 

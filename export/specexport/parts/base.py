@@ -34,8 +34,10 @@ from specrun.manifest import (
     Requires,
     expected_io,
 )
+from specrun.options import PREFILL_CHUNK
 
 if TYPE_CHECKING:
+    from specexport.sources import Source
     from specgraphs.engine_graph import EngineGraph
     from specgraphs.trace import FakeModel
     from specrun.target import Verifier
@@ -88,12 +90,14 @@ class TargetRun:
 
 @dataclass(frozen=True)
 class Opened:
-    """A written folder, opened for comparing."""
+    """A written folder, opened for comparing. ``source``: the checkpoint of a target without an
+    engine, None to find it again."""
 
     folder: Path
     manifest: Manifest
     threads: int
     mapped: bool
+    source: Source | None = None
 
     @functools.cached_property
     def target(self) -> Verifier:
@@ -101,6 +105,12 @@ class Opened:
         from specrun.opening import open_target
 
         most = self.manifest.generation.max_context
+        if not self.manifest.has_target_engine:
+            from specexport import verification
+
+            source = self.source or verification.find(self.manifest, self.folder, None)
+            model = verification.torch_model(self.manifest, source)
+            return model.target(None, max_context=most, prefill_chunk=PREFILL_CHUNK)
         return open_target(self.manifest, self.session, max_context=most)
 
     def session(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specexport.errors import SourceError
@@ -35,6 +36,35 @@ class WholeTarget:
     def specs(self, settings: Settings) -> dict[str, EngineSpec]:
         """See :class:`TargetPart`."""
         return {TARGET_ENGINE: causal_spec(TARGET_ENGINE, self.source, settings)}
+
+
+class TorchOnly:
+    """A target without an engine: PyTorch verifies, from the checkpoint."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def check(self) -> None:
+        """See :class:`TargetPart`."""
+        check_target(self.source)
+
+    def trace(self, fake: FakeModel, settings: Settings) -> dict[str, EngineGraph]:
+        """Nothing."""
+        return {}
+
+    def specs(self, settings: Settings) -> dict[str, EngineSpec]:
+        """See :class:`TargetPart`."""
+        spec = causal_spec(TARGET_ENGINE, self.source, settings)
+        weights = self.source.weights.total_nbytes
+        return {
+            TARGET_ENGINE: replace(
+                spec,
+                backend="torch",
+                file="",
+                precision=settings.dtype,
+                step_bytes=weights // (2 if settings.dtype == "fp16" else 1),
+            )
+        }
 
 
 def check_target(source: Source) -> None:
