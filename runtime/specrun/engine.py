@@ -49,7 +49,9 @@ class Engine:
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
         self.folder = folder.resolve()  # stays right when the working directory changes
-        self.manifest = manifest.read(self.folder, integrity=options.integrity, drafters_may_miss=True)
+        self.manifest = manifest.read(
+            self.folder, integrity=options.integrity, drafters_may_miss=True
+        )
         self.options = resolve_engine(options, self.manifest)
         spec = self.manifest.tokenizer
         self.tokenizer = Tokenizer(self.folder / spec.file)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specrun.errors import ContextFull
 from specrun.kv import KvBuffers
-from specrun.target import OnRows, Rows, Verifier
+from specrun.target import BetweenChunks, OnRows, Rows, Verifier
 
 PADDING = 0  # the token of rows that stand for nothing
 
@@ -59,16 +59,19 @@ class ExactTarget:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[1, n]`` block by block; returns the last row.
 
         ``on_rows`` gets every hidden row. Raises ContextFull before anything is written,
-        EngineError.
+        EngineError, and what ``between_chunks`` raises between two blocks.
         """
         self._check_context(tokens.shape[1])
         while (room := self.room) < tokens.shape[1]:
             self._read(tokens[:, :room], on_rows)
             tokens = tokens[:, room:]
+            if between_chunks is not None:
+                between_chunks()
         start = self.length
         rows = self.verify(tokens, want_logits=want_logits)
         if on_rows is not None:

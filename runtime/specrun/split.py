@@ -40,7 +40,7 @@ from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
 from specrun.options import PREFILL_CHUNK
 from specrun.ort import TYPES, PreparedRun, RunCache
-from specrun.target import KvEngine, OnRows, Rows, in_chunks
+from specrun.target import BetweenChunks, KvEngine, OnRows, Rows, in_chunks
 
 INITIAL_ROWS = 16  # hidden states that the buffers between the engines hold at first
 
@@ -104,11 +104,12 @@ class SplitTarget:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[1, n]`` in chunks; returns the last row only.
 
         ``on_rows`` gets the hidden states of every chunk. Raises ContextFull before anything is
-        written, EngineError.
+        written, EngineError, and what ``between_chunks`` raises.
         """
         if on_rows is not None and not self._all_hidden:
             raise EngineError(
@@ -124,6 +125,8 @@ class SplitTarget:
                 self._feed(chunk, chunk.shape[1] - 1, None)
             else:
                 self._step(chunk, chunk.shape[1] - 1, False, on_rows)
+            if between_chunks is not None:
+                between_chunks()
         return self._step(last, last.shape[1] - 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
