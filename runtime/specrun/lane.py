@@ -74,6 +74,11 @@ class Resources:
         """Free the sessions."""
         self._sessions.clear()
 
+    def leave(self) -> object:
+        """Forget the sessions without freeing them: what is returned has them."""
+        sessions, self._sessions = self._sessions, {}
+        return sessions
+
     def provider(self) -> str:
         """Where the target runs; its session is open."""
         return str(next(iter(self._sessions.values())).get_providers()[0])

@@ -79,9 +79,9 @@ class SplitTarget:
         self._all_hidden = not (self._front.picks or (self._back is not None and self._back.picks))
         self._rows = _RowBuffers(_between(engines))
         self._ahead: list[int] = []  # tokens of the rows [length, front_length)
-        self._runs_front: RunCache[PreparedRun] = RunCache(self._prepare_front)
-        self._runs_back: RunCache[PreparedRun] = RunCache(self._prepare_back)
-        self._runs_head: RunCache[PreparedRun] = RunCache(self._prepare_head)
+        self._runs_front: RunCache[PreparedRun] = RunCache()
+        self._runs_back: RunCache[PreparedRun] = RunCache()
+        self._runs_head: RunCache[PreparedRun] = RunCache()
 
     @property
     def length(self) -> int:
@@ -220,7 +220,7 @@ class SplitTarget:
         back = self._back
         if back is not None and (back.writes or start is not None):
             begin = 0 if back.writes or start is None else start
-            run = self._runs_back.get(self._version, begin, count, first_row)
+            run = self._runs_back.get(self._prepare_back, self._version, begin, count, first_row)
             run.inputs[PAST_LENGTH][:] = self.kv.lengths + begin
             run.run()
         # [0, length) was valid; [length, length + count) is written in all layers now, and kept
@@ -231,7 +231,7 @@ class SplitTarget:
     def _feed_front(self, tokens: NDArray[np.int64], start: int, first_row: int) -> None:
         """``tokens`` at position ``length + start``, whose rows are kept from ``start`` on."""
         count = tokens.shape[1]
-        run = self._runs_front.get(self._version, start, count, first_row)
+        run = self._runs_front.get(self._prepare_front, self._version, start, count, first_row)
         run.inputs[TOKENS][:] = tokens
         run.inputs[PAST_LENGTH][:] = self.kv.lengths + start
         # The front writes [length + start, ...): what was ahead behind that is no more.
@@ -241,7 +241,7 @@ class SplitTarget:
     def _say(self, name: str, start: int, stop: int, first_row: int, want_logits: bool) -> Rows:
         """The head over the rows ``start .. stop - 1`` of a buffer."""
         key = (int(name == LAST_ROWS), start, stop, first_row, int(want_logits))
-        run = self._runs_head.get(self._version, *key)
+        run = self._runs_head.get(self._prepare_head, self._version, *key)
         run.run()
         outputs = run.outputs
         return Rows(outputs[ARGMAX], outputs[HIDDEN], outputs.get(LOGITS), outputs[MARGIN])

@@ -172,7 +172,7 @@ class Target:
             initial_capacity=initial_capacity,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
-        self._runs: RunCache[PreparedRun] = RunCache(self._prepare)
+        self._runs: RunCache[PreparedRun] = RunCache()
 
     @property
     def length(self) -> int:
@@ -232,7 +232,7 @@ class Target:
         on_rows: OnRows | None = None,
     ) -> Rows:
         rows = tokens.shape[1]
-        run = self._runs.get(self.kv.version, rows, first_row, int(want_logits))
+        run = self._runs.get(self._prepare, self.kv.version, rows, first_row, int(want_logits))
         run.inputs[TOKENS][:] = tokens
         run.inputs[PAST_LENGTH][:] = self.kv.lengths
         run.run()

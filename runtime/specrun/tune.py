@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from specrun import manifest as manifests
 from specrun.drafters.base import Drafter, Proposal
 from specrun.errors import UsageError
+from specrun.generation import Generation
 from specrun.lane import Lane, Resources
 from specrun.loop import Progress
 from specrun.options import EngineOptions, GenerateOptions, Method
