@@ -308,8 +308,8 @@ def _generate(
         on_round=None,
         on_warning=_no_warning,
     )
-    lane.target.truncate(min(lane.target.length, len(prompt) - 1))
-    return request.run(lane, Progress(lane.target, list(prompt)))
+    progress = Progress(lane.target, list(prompt))
+    return Generation(request, lane.resources).run(lane, progress)
 
 
 def _no_warning(message: str) -> None:
