@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,7 +21,7 @@ from specrun.generation import Generation
 from specrun.lane import Lane, Resources
 from specrun.loop import OnRound, Progress
 from specrun.options import EngineOptions, GenerateOptions, build
-from specrun.process import NotCopied, check_process
+from specrun.process import NotCopied, Turn, check_process
 from specrun.prompt import Prompt, Prompts, check_ids, encode_prompt, is_batch
 from specrun.request import LogitsProcessors, OnWarning, Request
 from specrun.resolve import resolve_engine, resolve_generate, unsupported_defaults
@@ -66,7 +65,7 @@ class Engine(NotCopied):
             else None
         )
         self._process = os.getpid()
-        self._busy = threading.Lock()
+        self._turn = Turn()
         self._streams: weakref.WeakSet[TextStream] = weakref.WeakSet()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._resources = Resources(self.folder, self.manifest, self.options, self.tokenizer)
@@ -331,16 +330,12 @@ class Engine(NotCopied):
     def held(self) -> Iterator[None]:
         """No generation of another caller meanwhile. Raises UsageError when one runs already."""
         self._open_lane()
-        if not self._busy.acquire(blocking=False):
-            raise UsageError(
-                "the engine is busy with another generation",
-                hint="finish or close its stream first, use it in no callback of its own, or load"
-                " the folder once per thread",
-            )
-        try:
+        with self._turn.held(
+            "the engine is busy with another generation",
+            "finish or close its stream first, use it in no callback of its own, or load the folder"
+            " once per thread",
+        ):
             yield
-        finally:
-            self._busy.release()
 
     def _open_lane(self) -> Lane:
         if self._lane is None:
@@ -356,6 +351,7 @@ class Engine(NotCopied):
 
         def begin() -> tuple[Lane, Progress]:
             lane = self._open_lane()
+            self._progress = None  # its rows go with the next line
             lane.reset()
             self._progress = Progress(lane.target, list(tokens))
             return lane, self._progress

@@ -64,8 +64,8 @@ class KvBuffers:
         make = onnxruntime.OrtValue.ortvalue_from_numpy
         values = {name: make(array) for name, array in arrays.items()}
         version = self.version + (1 if self.arrays else 0)
-        self.arrays, self.values = arrays, values
-        self.capacity, self.version = capacity, version
+        # In one step: runs that are prepared for a version rely on its buffers.
+        self.arrays, self.values, self.capacity, self.version = arrays, values, capacity, version
 
     @property
     def length(self) -> int:

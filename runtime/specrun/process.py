@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from specrun.errors import UsageError
@@ -17,6 +19,27 @@ class NotCopied:
             f"{name}: cannot be copied or pickled",
             hint="use the one there is; another process loads the folder for itself",
         )
+
+
+class Turn:
+    """Whoever comes while another one has it is refused; nobody waits, so nothing can deadlock."""
+
+    def __init__(self) -> None:
+        self._holder: dict[None, object] = {}
+
+    @contextlib.contextmanager
+    def held(self, message: str, hint: str) -> Iterator[None]:
+        """Have it meanwhile. Raises UsageError when somebody has it already."""
+        me = object()
+        try:
+            # One atomic step that says whose turn it is: with a lock, Ctrl-C between taking it and
+            # knowing that would leave it taken.
+            if self._holder.setdefault(None, me) is not me:
+                raise UsageError(message, hint=hint)
+            yield
+        finally:
+            if self._holder.get(None) is me:
+                del self._holder[None]
 
 
 def check_process(made_in: int) -> None:

@@ -317,10 +317,12 @@ class _RowBuffers:
         """Room for ``rows`` rows."""
         if rows <= self.capacity:
             return
-        self.capacity = max(rows, 2 * self.capacity)
-        self.version += 1
-        for name, (shape, dtype) in self._shapes.items():
-            self.arrays[name] = np.zeros((1, self.capacity, *shape), dtype=dtype)
+        capacity = max(rows, 2 * self.capacity)
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.zeros((1, capacity, *shape), dtype=dtype)
+            for name, (shape, dtype) in self._shapes.items()
+        }
+        self.arrays, self.capacity, self.version = arrays, capacity, self.version + 1
 
     def view(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows ``start .. stop - 1``, contiguous."""

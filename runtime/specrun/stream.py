@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 
 from specrun.errors import UsageError
 from specrun.generation import Generation
-from specrun.process import NotCopied
+from specrun.process import NotCopied, Turn
 from specrun.result import Result
 
 
@@ -29,7 +28,7 @@ class TextStream(NotCopied, Iterator[str]):
         self._pieces = pieces
         self._generation = generation
         self._check_process = check_process
-        self._in_use = threading.Lock()
+        self._turn = Turn()
 
     def __next__(self) -> str:
         with self._alone():
@@ -95,12 +94,8 @@ class TextStream(NotCopied, Iterator[str]):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._in_use.acquire(blocking=False):
-            raise UsageError(
-                "the stream is at work, in another thread or in what called this callback",
-                hint="iterate in one thread; a CancelToken ends the generation from any other",
-            )
-        try:
+        with self._turn.held(
+            "the stream is at work, in another thread or in what called this callback",
+            "iterate in one thread; a CancelToken ends the generation from any other",
+        ):
             yield
-        finally:
-            self._in_use.release()
