@@ -171,6 +171,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "exact": ([], ["--exact"]),
     "exact_width": (["--exact"], ["--exact", "--exact-width", "4"]),
     "strict": ([], ["--strict"]),
+    "timeout": (["--timeout", "50"], ["--timeout", "60"]),
     "stats": ([], ["--stats"]),
     "quiet": ([], ["--quiet"]),
 }

@@ -279,7 +279,8 @@ def test_same_text_for_every_number_of_drafts(made: Made, name: str, cut: int) -
 
         got, meter = run(target, drafter, folder, prompt, k, on_round=on_round)
         same_tokens(got, want)
-        drafted, accepted = sum(meter.drafted_by_round), sum(meter.accepted_by_round)
+        drafted = sum(counts.drafted for counts in meter.rounds)
+        accepted = sum(counts.accepted for counts in meter.rounds)
         assert (drafted > 0) == (k > 0)
         if cut == folder.config.num_hidden_layers:
             assert accepted == drafted

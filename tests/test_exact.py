@@ -332,7 +332,7 @@ def test_a_run_that_failed(open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch) -
     session = engine.session()
     session.append(PROMPT * 3)
     session.generate(max_new_tokens=4)
-    target: Any = session._progress.target
+    target: Any = session._open()[1].target
     with monkeypatch.context() as broken:
         broken.setattr(target.target, "verify", _fail)
         with pytest.raises(EngineError, match="broken"):

@@ -109,13 +109,13 @@ def test_sequences_with_lengths_of_their_own(tmp_path: Path) -> None:
 def test_runs_are_prepared_once_per_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = target(tmp_path, Toy(), initial_capacity=32)
     made: list[int] = []
-    prepare = one._runs._make
+    prepare = one._prepare
 
     def noted(rows: int, first_row: int, want_logits: int) -> PreparedRun:
         made.append(rows)
         return prepare(rows, first_row, want_logits)
 
-    monkeypatch.setattr(one._runs, "_make", noted)
+    monkeypatch.setattr(one, "_prepare", noted)
     one.prefill(np.array([[1, 2, 3]]))
     for _ in range(5):
         one.verify(np.array([[4, 5]]))

@@ -50,16 +50,16 @@ def test_only_what_is_new_is_read(open_toy: OpenToy, method: Any) -> None:
     session.append(PROMPT)
     session.generate(method=method, max_new_tokens=6)
     held = len(PROMPT) + 6 - 1
-    assert session._progress.target.length == held
+    assert session._open()[1].target.length == held
     session.append([4])
     fed: list[int] = []
-    prefill = session._progress.target.prefill
+    prefill = session._open()[1].target.prefill
 
     def spy(tokens: Any, **options: Any) -> Any:
         fed.append(tokens.shape[1])
         return prefill(tokens, **options)
 
-    session._progress.target.prefill = spy  # type: ignore[method-assign]
+    session._open()[1].target.prefill = spy  # type: ignore[method-assign]
     session.generate(method=method, max_new_tokens=6)
     assert fed == [2]  # the last token of before, which no run has seen, and the new one
 
@@ -71,7 +71,7 @@ def test_two_turns_are_one_text(open_toy: OpenToy) -> None:
     first = session.generate(max_new_tokens=5)
     whole = [*PROMPT, *first.tokens, 9, 9]
     session.replace(whole)
-    assert session._progress.target.length == len(PROMPT) + 5 - 1
+    assert session._open()[1].target.length == len(PROMPT) + 5 - 1
     assert session.generate(max_new_tokens=5).tokens == cold(whole, 5)
     session.replace([2, 2])  # another one altogether
     assert session.generate(max_new_tokens=5).tokens == cold([2, 2], 5)

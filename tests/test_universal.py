@@ -358,7 +358,9 @@ class KnowsTheText:
         assert 0 <= length <= len(self.ids)
         del self.ids[length:]
 
-    def prefill(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
+    def prefill(
+        self, tokens: NDArray[np.int64], *, want_logits: bool = False, between_chunks: Any = None
+    ) -> Rows:
         new: list[int] = tokens[0].tolist()
         assert new and len(self.ids) + len(new) <= self.kv.max_context
         self.ids += new

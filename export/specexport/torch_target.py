@@ -23,7 +23,7 @@ from specrun.contract import Part, past
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.options import PREFILL_CHUNK
-from specrun.target import OnRows, Rows, in_chunks
+from specrun.target import BetweenChunks, OnRows, Rows, in_chunks
 
 
 class TorchTarget:
@@ -69,16 +69,19 @@ class TorchTarget:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[1, n]`` in chunks; returns the last row only.
 
         ``on_rows`` gets every hidden row. Raises ContextFull before anything is written,
-        EngineError.
+        EngineError, and what ``between_chunks`` raises.
         """
         self.kv.reserve(tokens.shape[1])
         *chunks, last = in_chunks(tokens, self.prefill_chunk)
         for chunk in chunks:
             self._step(chunk, 1, False, on_rows)
+            if between_chunks is not None:
+                between_chunks()
         return self._step(last, 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:

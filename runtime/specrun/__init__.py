@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specrun.cancel import CancelToken
     from specrun.drafters.base import Drafter
     from specrun.engine import Engine, load
     from specrun.errors import (
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
     )
     from specrun.loop import Round
     from specrun.options import EngineOptions, GenerateOptions
-    from specrun.result import Result, TextStream
+    from specrun.result import Result
     from specrun.session import Session
     from specrun.stats import Stats
+    from specrun.stream import TextStream
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CancelToken",
     "ContextFull",
     "DeviceError",
     "Drafter",
@@ -53,6 +56,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "CancelToken": "cancel",
     "ContextFull": "errors",
     "DeviceError": "errors",
     "Drafter": "drafters.base",
@@ -66,7 +70,7 @@ _MODULES = {
     "Session": "session",
     "SpecrunError": "errors",
     "Stats": "stats",
-    "TextStream": "result",
+    "TextStream": "stream",
     "UsageError": "errors",
     "load": "engine",
 }

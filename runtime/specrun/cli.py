@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specrun.manifest import EngineSpec, Manifest
     from specrun.result import Result
     from specrun.stats import Stats
+    from specrun.stream import TextStream
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,6 +176,13 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not end at any end id.")
 @click.option("--stop", multiple=True, help="End before this string; repeatable.")
+@click.option(
+    "--timeout",
+    type=float,
+    default=GENERATE.timeout,
+    metavar="SECONDS",
+    help="End after so long with what there is.",
+)
 @click.option("--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]")
 @click.option("--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all.")
 @click.option("--prefill-chunk", type=int, default=ENGINE.prefill_chunk, show_default=True)
@@ -259,12 +267,11 @@ def run(
 
     with specrun.load(folder, options=engine_options) as engine:
         warn = _silent if quiet else _warn
-        with engine.stream(text, options=generate_options, on_warning=warn) as stream:
-            for piece in stream:
-                if not as_json:
-                    click.echo(piece, nl=False)
-                    sys.stdout.flush()
-        result = stream.result
+        stream = engine.stream(text, options=generate_options, on_warning=warn)
+        interrupted = _show(stream, as_json=as_json)
+        result = stream.partial
+        if result.finish_reason == "timeout":
+            warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
         auto = result.options.num_assistant_tokens_schedule == "auto"
         not_tuned = engine.not_tuned if auto else None
         if as_json:
@@ -278,6 +285,8 @@ def run(
         click.echo(_options_line(result.options), err=True)
         if auto:
             click.echo(_table({"step costs": not_tuned or "as measured by specrun tune"}), err=True)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 @main.command()
@@ -326,6 +335,22 @@ def doctor(as_json: bool) -> None:
         click.echo(f"Error: {problem}", err=True)
     if report.problems:
         raise SystemExit(1)
+
+
+def _show(stream: TextStream, *, as_json: bool) -> bool:
+    """Write the text while it comes, unless it comes as JSON in the end.
+
+    Returns whether Ctrl-C ended it.
+    """
+    try:
+        with stream:
+            for piece in stream:
+                if not as_json:
+                    click.echo(piece, nl=False)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _pick(cls: type[EngineOptions], given: dict[str, Any]) -> EngineOptions:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, cast, overload
 
 from specrun import manifest
 from specrun.batch import in_turn
+from specrun.cancel import CancelToken
 from specrun.drafters.base import Drafter
 from specrun.errors import ContextFull, UsageError
+from specrun.generation import Generation
 from specrun.lane import Lane, Resources
 from specrun.loop import OnRound, Progress
 from specrun.options import EngineOptions, GenerateOptions, build
+from specrun.process import NotCopied, Turn, check_process
 from specrun.prompt import Prompt, Prompts, check_ids, encode_prompt, is_batch
 from specrun.request import LogitsProcessors, OnWarning, Request
 from specrun.resolve import resolve_engine, resolve_generate, unsupported_defaults
-from specrun.result import Result, TextStream
+from specrun.result import Result
 from specrun.schedules import Schedules
 from specrun.session import Session
+from specrun.stream import TextStream
 from specrun.target import Verifier
 from specrun.text import Tokenizer
-
-T = TypeVar("T")
 
 
 def load(folder: str | Path, *, options: EngineOptions | None = None, **changes: Any) -> Engine:
@@ -40,11 +43,12 @@ def load(folder: str | Path, *, options: EngineOptions | None = None, **changes:
     return Engine(Path(folder), build(EngineOptions, changes, options))
 
 
-class Engine:
+class Engine(NotCopied):
     """A target, its tokenizer and whatever drafts for it.
 
     One generation at a time: a second one, from any thread, is refused while the first runs.
-    The KV buffers are allocated once and used again by every generation.
+    The KV buffers are allocated once and used again by every generation. It belongs to the process
+    that loaded it; a fork loads the folder for itself.
     """
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
@@ -60,7 +64,10 @@ class Engine:
             if spec.chat_template is not None
             else None
         )
-        self._busy = threading.Lock()
+        self._process = os.getpid()
+        self._turn = Turn()
+        self._streams: weakref.WeakSet[TextStream] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._resources = Resources(self.folder, self.manifest, self.options, self.tokenizer)
         self._lane: Lane | None = Lane(self._resources)
         self._progress: Progress | None = None
@@ -82,6 +89,7 @@ class Engine:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> Result: ...
 
@@ -95,6 +103,7 @@ class Engine:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> list[Result]: ...
 
@@ -107,6 +116,7 @@ class Engine:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> Result | list[Result]:
         """Continue ``prompt``: a text, token ids, or chat messages; or a list of such prompts.
@@ -115,7 +125,9 @@ class Engine:
         in place of the method's; ``logits_processor``: functions of your own, called with the
         tokens before a slot (int64 ``[n]``, read only) and its logits (float32
         ``[vocabulary]``), that return logits; ``on_round``: called after every round;
-        ``on_warning``: gets what would else go to :mod:`warnings`.
+        ``on_warning``: gets what would else go to :mod:`warnings`; ``cancel``: a token whose
+        ``cancel()`` ends it early, from any thread. Callbacks run in the middle of a generation:
+        what they raise ends it and comes out here, and they cannot use the same engine.
 
         Every prompt of a list is generated as it would be alone (with a seed, row i has
         ``seed + i``), in rounds that take turns; the results come in the order of the prompts.
@@ -127,6 +139,7 @@ class Engine:
             logits_processor=logits_processor,
             on_round=on_round,
             on_warning=on_warning,
+            cancel=cancel,
         )
         if is_batch(prompt):
             return self._batch(prompt, request)
@@ -141,6 +154,7 @@ class Engine:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> TextStream:
         """The same for one prompt, as text pieces while they are committed; none is taken back.
@@ -153,13 +167,16 @@ class Engine:
             logits_processor=logits_processor,
             on_round=on_round,
             on_warning=on_warning,
+            cancel=cancel,
         )
         return self._stream(prompt, request)
 
     def session(self) -> Session:
         """A text that grows, with KV buffers of its own."""
         self._open_lane()
-        return Session(self, Lane(self._resources))
+        session = Session(self, Lane(self._resources))
+        self._sessions.add(session)
+        return session
 
     def resolve(self, options: GenerateOptions) -> GenerateOptions:
         """``options`` as they take effect on this folder. Raises UsageError."""
@@ -173,6 +190,7 @@ class Engine:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
     ) -> Request:
         """A generation that is ready to run. Raises UsageError."""
         if drafter is not None and options.method == "plain":
@@ -190,6 +208,10 @@ class Engine:
                 f"logits_processor: must be functions, got {logits_processor!r}",
                 hint="give a function of tokens and logits, or a list of such",
             )
+        if cancel is not None and not isinstance(cancel, CancelToken):
+            raise UsageError(
+                f"cancel: must be a CancelToken, got {cancel!r}", hint="give specrun.CancelToken()"
+            )
         return Request(
             options=resolved,
             bad_words_ids=self._bad_words(resolved),
@@ -198,6 +220,7 @@ class Engine:
             make_schedule=functools.partial(self._schedules.make, custom=drafter is not None),
             on_round=on_round,
             on_warning=warn,
+            cancel=cancel,
         )
 
     def encode(self, prompt: Prompt, options: GenerateOptions | None = None) -> list[int]:
@@ -251,9 +274,8 @@ class Engine:
 
     def check_free(self) -> None:
         """Raise UsageError while a generation runs, or after ``close``."""
-        self._open_lane()
-        if self._busy.locked():
-            raise _busy()
+        with self.held():
+            pass
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless committed tokens and KV lengths belong together."""
@@ -261,9 +283,24 @@ class Engine:
             self._progress.check_integrity()
 
     def close(self) -> None:
-        """Free sessions and buffers."""
-        self._resources.close()
-        self._lane = self._progress = None
+        """Free everything, and end a stream that is not through.
+
+        Raises UsageError while a run is in progress, in another thread or above a callback.
+        """
+        if self._lane is None:
+            return
+        if self._process != os.getpid():
+            # The threads of these did not come along, and to free them would wait for those.
+            _LEFT_BEHIND.append(self._resources.leave())
+            self._lane = self._progress = None
+            return
+        for stream in list(self._streams):
+            stream.close()
+        with self.held():
+            for session in list(self._sessions):
+                session.close()
+            self._resources.close()
+            self._lane = self._progress = None
 
     def __enter__(self) -> Engine:
         return self
@@ -276,36 +313,50 @@ class Engine:
     ) -> None:
         self.close()
 
-    def exclusively(self, make: Callable[[], Generator[str, None, T]]) -> Generator[str, None, T]:
-        """Run a generation while no other one can. Raises UsageError when one runs already."""
-        with self._held():
-            return (yield from make())
+    def start(self, request: Request, begin: Callable[[], tuple[Lane, Progress]]) -> TextStream:
+        """A stream of ``request``. With its first piece the engine is busy and ``begin`` called."""
+        self._open_lane()
+        generation = Generation(request, self._resources)
+
+        def pieces() -> Generator[str, None, Result]:
+            with self.held():
+                return (yield from generation.run(*begin()))
+
+        stream = TextStream(pieces(), generation, self._check_process)
+        self._streams.add(stream)
+        return stream
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
+        """No generation of another caller meanwhile. Raises UsageError when one runs already."""
         self._open_lane()
-        if not self._busy.acquire(blocking=False):
-            raise _busy()
-        try:
+        with self._turn.held(
+            "the engine is busy with another generation",
+            "finish or close its stream first, use it in no callback of its own, or load the folder"
+            " once per thread",
+        ):
             yield
-        finally:
-            self._busy.release()
 
     def _open_lane(self) -> Lane:
         if self._lane is None:
             raise UsageError("the engine is closed", hint="load the folder again")
+        self._check_process()
         return self._lane
+
+    def _check_process(self) -> None:
+        check_process(self._process)
 
     def _stream(self, prompt: Prompt, request: Request) -> TextStream:
         tokens = self.encode(prompt, request.options)
 
-        def run() -> Generator[str, None, Result]:
+        def begin() -> tuple[Lane, Progress]:
             lane = self._open_lane()
+            self._progress = None  # its rows go with the next line
             lane.reset()
             self._progress = Progress(lane.target, list(tokens))
-            return request.run(lane, self._progress)
+            return lane, self._progress
 
-        return TextStream(self.exclusively(run))
+        return self.start(request, begin)
 
     def _batch(self, prompts: Prompts, request: Request) -> list[Result]:
         if request.drafter is not None:
@@ -314,13 +365,15 @@ class Engine:
                 hint="call generate once per prompt, or use a method of the folder",
             )
         encoded = [self.encode(prompt, request.options) for prompt in prompts]
+        early_end = request.early_end()
 
-        with self._held():
+        with self.held():
             rows = []
             for index, tokens in enumerate(encoded):
                 lane = Lane(self._resources)
                 progress = Progress(lane.target, list(tokens))
-                rows.append(request.in_batch(index).run(lane, progress))
+                row = Generation(request.in_batch(index), self._resources, early_end)
+                rows.append(row.run(lane, progress))
             return in_turn(rows)
 
     def _bad_words(self, options: GenerateOptions) -> tuple[tuple[int, ...], ...]:
@@ -340,11 +393,8 @@ class Engine:
         self._warned = True
 
 
-def _busy() -> UsageError:
-    return UsageError(
-        "the engine is busy with another generation",
-        hint="finish or close its stream first, or load the folder once per thread",
-    )
+# What a fork has of engines that its parent had loaded.
+_LEFT_BEHIND: list[object] = []
 
 
 def _warn(message: str) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specrun.errors import ContextFull
 from specrun.kv import KvBuffers
-from specrun.target import OnRows, Rows, Verifier
+from specrun.target import BetweenChunks, OnRows, Rows, Verifier
 
 PADDING = 0  # the token of rows that stand for nothing
 
@@ -36,7 +36,8 @@ class ExactTarget:
         self.target = target
         self.width = width
         self.max_context = max_context
-        self._tokens: list[int] = []  # those of the KV rows, and more after a run that failed
+        # Those of the KV rows, and more after a run that failed: entered before they are fed.
+        self._tokens: list[int] = []
 
     @property
     def kv(self) -> KvBuffers:
@@ -59,16 +60,19 @@ class ExactTarget:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[1, n]`` block by block; returns the last row.
 
         ``on_rows`` gets every hidden row. Raises ContextFull before anything is written,
-        EngineError.
+        EngineError, and what ``between_chunks`` raises between two blocks.
         """
         self._check_context(tokens.shape[1])
         while (room := self.room) < tokens.shape[1]:
             self._read(tokens[:, :room], on_rows)
             tokens = tokens[:, room:]
+            if between_chunks is not None:
+                between_chunks()
         start = self.length
         rows = self.verify(tokens, want_logits=want_logits)
         if on_rows is not None:
@@ -87,9 +91,10 @@ class ExactTarget:
         block = self._block(tokens)
         # The rows [start, length) are written again, with the bits that they have.
         start = length - length % self.width
+        self._tokens[length:] = tokens[0].tolist()
         self.target.truncate(start)
         rows = self.target.verify(block, want_logits=want_logits)
-        self._keep(tokens, length)
+        self.target.truncate(length + count)
         return _slice(rows, length - start, length - start + count)
 
     def truncate(self, length: int) -> None:
@@ -117,9 +122,9 @@ class ExactTarget:
                 on_rows(start + offset, hidden[offset:])
 
         block = self._block(tokens)
+        self._tokens[length:] = tokens[0].tolist()
         self.target.truncate(length - offset)
         self.target.prefill(block, on_rows=None if on_rows is None else skip)
-        self._keep(tokens, length)
 
     def _block(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """The whole block ``[1, width]`` that ``tokens`` stand in, behind those it has."""
@@ -128,11 +133,6 @@ class ExactTarget:
         block[0, :offset] = self._tokens[self.length - offset : self.length]
         block[:, offset : offset + tokens.shape[1]] = tokens
         return block
-
-    def _keep(self, tokens: NDArray[np.int64], length: int) -> None:
-        """``tokens`` stand from ``length`` on, and nothing behind them."""
-        self._tokens[length:] = tokens[0].tolist()
-        self.target.truncate(len(self._tokens))
 
     def _check_context(self, rows: int) -> None:
         if self.length + rows > self.max_context:

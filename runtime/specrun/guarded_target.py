@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
-from specrun.target import OnRows, Rows, Verifier
+from specrun.target import BetweenChunks, OnRows, Rows, Verifier
 
 OpenOther = Callable[[KvBuffers, EngineError], Verifier]
 
@@ -69,6 +69,7 @@ class GuardedTarget:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """See :class:`specrun.target.Verifier`. No hidden row is given to ``on_rows`` twice."""
         once = None if on_rows is None else _Once(on_rows, self.length)
@@ -76,7 +77,10 @@ class GuardedTarget:
 
         def run() -> Rows:
             return self._target.prefill(  # type: ignore[no-any-return]
-                tokens, want_logits=want_logits or first, on_rows=once
+                tokens,
+                want_logits=want_logits or first,
+                on_rows=once,
+                between_chunks=between_chunks,
             )
 
         return self._answer(run, tokens, own=once)

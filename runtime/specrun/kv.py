@@ -46,19 +46,26 @@ class KvBuffers:
         self.arrays: dict[str, NDArray[Any]] = {}
         # An OrtValue does not own its memory: the arrays above must outlive these.
         self.values: dict[str, Any] = {}
-        for layer in layers:
-            for part in Part:
-                self._allocate(past(layer.layer, part), layer)
+        self._allocate(self.capacity)
 
-    def _allocate(self, name: str, layer: KvLayer) -> None:
-        shape = (self.batch, layer.heads, self.capacity, layer.head_size)
-        array: NDArray[Any] = np.zeros(shape, dtype=self.dtype)
-        old = self.arrays.get(name)
-        if old is not None:
-            for row, length in enumerate(self.lengths):
-                array[row, :, :length] = old[row, :, :length]
-        self.values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
-        self.arrays[name] = array
+    def _allocate(self, capacity: int) -> None:
+        """Buffers of ``capacity`` rows with the rows there are. All of them or, when memory runs
+        out or Ctrl-C comes, none."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for layer in self.layers:
+            for part in Part:
+                name = past(layer.layer, part)
+                shape = (self.batch, layer.heads, capacity, layer.head_size)
+                array = arrays[name] = np.zeros(shape, dtype=self.dtype)
+                old = self.arrays.get(name)
+                if old is not None:
+                    for row, length in enumerate(self.lengths):
+                        array[row, :, :length] = old[row, :, :length]
+        make = onnxruntime.OrtValue.ortvalue_from_numpy
+        values = {name: make(array) for name, array in arrays.items()}
+        version = self.version + (1 if self.arrays else 0)
+        # In one step: runs that are prepared for a version rely on its buffers.
+        self.arrays, self.values, self.capacity, self.version = arrays, values, capacity, version
 
     @property
     def length(self) -> int:
@@ -88,12 +95,10 @@ class KvBuffers:
                 f"{needed} tokens do not fit into the context of {self.max_context}",
                 hint="shorten the prompt, or export with a larger context",
             )
-        while self.capacity < needed:
-            self.capacity = min(2 * self.capacity, self.max_context)
-        self.version += 1
-        for layer in self.layers:
-            for part in Part:
-                self._allocate(past(layer.layer, part), layer)
+        capacity = self.capacity
+        while capacity < needed:
+            capacity = min(2 * capacity, self.max_context)
+        self._allocate(capacity)
 
     def advance(self, rows: int) -> None:
         """``rows`` rows were written behind each length and are valid now."""

@@ -95,6 +95,12 @@ class Resources:
         self._sessions.clear()
         self._model = None
 
+    def leave(self) -> object:
+        """Forget the sessions without freeing them: what is returned has them."""
+        left = self._sessions, self._model
+        self._sessions, self._model = {}, None
+        return left
+
     def providers(self) -> dict[str, str]:
         """Where every engine runs that is open, by its name."""
         return {name: str(s.get_providers()[0]) for name, s in self._sessions.items()}
@@ -223,7 +229,6 @@ class Verification:
         guarded = lane.guarded
         return {
             "provider": lane.provider(),
-            "providers": lane.resources.providers(),
             "verifier": lane.verifier,
             "torch_steps": steps if guarded is None else guarded.steps - self._before,
             "verifier_failure": str(failure) if by_torch and failure is not None else None,

@@ -7,7 +7,7 @@ Plain decoding is the same loop with empty proposals.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +47,6 @@ class Commit(NamedTuple):
     tokens: list[int]
     text: str
     reason: FinishReason | None
-    logprobs: list[TokenLogprob]
 
 
 @dataclass(frozen=True)
@@ -78,18 +77,40 @@ class DraftPlan:
 
 @dataclass
 class Progress:
-    """The committed tokens, prompt first, and the target that has all but the last in its KV."""
+    """The committed tokens, prompt first, and the target that has all but the last in its KV.
+
+    ``behind``: it may have fewer of them, as the prompt is not read, or something went wrong.
+    ``logprobs``: of the tokens of the last generation, where asked for.
+    """
 
     target: Verifier
     committed: list[int]
+    behind: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A generation starts. The last token is fed again, so that it has a row to start from."""
+        self.rewind(len(self.committed))
+        self.behind = True
+        self.logprobs = []
+
+    def rewind(self, length: int) -> None:
+        """Keep the first ``length`` tokens, and the rows of all but the last of them."""
+        del self.committed[length:]
+        self.target.truncate(min(self.target.length, max(0, len(self.committed) - 1)))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the lengths belong together. Holds between rounds."""
         self.target.check_integrity()
-        if self.target.length != len(self.committed) - 1:
+        missing = len(self.committed) - 1 - self.target.length
+        if missing < 0 or (missing and not self.behind):
             raise RuntimeError(
                 f"the KV holds {self.target.length} rows for {len(self.committed)} tokens"
             )
+
+
+def go_on() -> None:
+    """Nothing ends the generation early."""
 
 
 def speculate(
@@ -100,30 +121,34 @@ def speculate(
     plan: DraftPlan,
     meter: Meter,
     on_round: OnRound | None = None,
+    check: Callable[[], None] = go_on,
 ) -> Generator[Commit, None, None]:
     """Generate from ``progress.committed``, the prompt, until ``stopping`` gives a reason.
 
     The target may hold the first rows of the prompt already, all but the last at most, and
-    ``stopping`` must allow a token. Raises EngineError when the target fails; errors of the drafter
-    pass through.
+    ``stopping`` must allow a token. ``check`` is called before every round and between the chunks
+    of the prompt, and may raise. Raises EngineError when the target fails; errors of the drafter
+    pass through. Whatever is raised, what ``meter`` has counted is committed.
     """
     target, committed, schedule = progress.target, progress.committed, plan.schedule
 
-    rows = _prefill(progress, drafter, judge, meter)
+    rows = _prefill(progress, drafter, judge, meter, check)
+    progress.behind = False
     meter.switch("other")
     token = judge.judge(committed, Proposal([]), rows).token
-    logprobs = judge.logprobs_of([token], rows)
     cut = stopping.take([token])
+    progress.logprobs += judge.logprobs_of([token], rows)
     committed.append(token)
-    meter.emitted += 1
+    meter.count_first()
     meter.count_margins(rows.margin[0])
     meter.switch("draft")
     drafter.observe([token], rows.hidden[0])
     meter.switch(None)
-    yield Commit([token], cut.text, cut.reason, logprobs)
+    yield Commit([token], cut.text, cut.reason)
 
     index = 0
     while cut.reason is None:
+        check()
         # A proposal may fill all but one of what remains, as the target adds a token of its own,
         # and all but one of the rows that fit, as the last committed token has none yet.
         before = meter.times()
@@ -146,7 +171,7 @@ def speculate(
         found = [*drafts[:accepted], token]
         cut = stopping.take(found)
         emitted = found[: cut.kept]
-        logprobs = judge.logprobs_of(emitted, rows)
+        progress.logprobs += judge.logprobs_of(emitted, rows)
         stood = len(committed) + min(accepted, cut.kept)
         committed.extend(emitted)
         # [0, committed - 1) stands in the KV; the last token is not fed yet (or its row, in a
@@ -169,10 +194,12 @@ def speculate(
             )
         index += 1
         meter.switch(None)
-        yield Commit(emitted, cut.text, cut.reason, logprobs)
+        yield Commit(emitted, cut.text, cut.reason)
 
 
-def _prefill(progress: Progress, drafter: Drafter, judge: Judge, meter: Meter) -> Rows:
+def _prefill(
+    progress: Progress, drafter: Drafter, judge: Judge, meter: Meter, check: Callable[[], None]
+) -> Rows:
     """Both read the prompt; the drafter sees the target's hidden rows where it needs them."""
     prompt, target = progress.committed, progress.target
     meter.switch("draft")
@@ -194,6 +221,7 @@ def _prefill(progress: Progress, drafter: Drafter, judge: Judge, meter: Meter) -
         np.array([prompt[target.length :]], dtype=np.int64),
         want_logits=judge.wants_logits,
         on_rows=on_rows if by_rows else None,
+        between_chunks=check,
     )
 
 

@@ -143,6 +143,8 @@ class GenerateOptions:
     ``system``: system message for the chat template.
     ``strict``: a drafter that fails is an error instead of plain decoding with a warning, and so is
     an engine of the target for which PyTorch would stand in.
+    ``timeout``: seconds after which the generation ends with what it has, within a round or a chunk
+    of the prompt; the time that a stream's consumer takes counts (no limit).
     """
 
     max_new_tokens: int | None = None
@@ -171,6 +173,7 @@ class GenerateOptions:
     raw: bool = False
     system: str | None = None
     strict: bool = False
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
@@ -258,6 +261,7 @@ _BOUNDS = {
     "min_p": _Range(0, 1),
     "typical_p": _Range(0, 1, open_below=True),
     "repetition_penalty": _Range(0, math.inf, open_below=True),
+    "timeout": _Range(0, math.inf, open_below=True),
 }
 
 

@@ -211,14 +211,17 @@ class PreparedRun:
 
 
 class RunCache(Generic[R]):
-    """Prepared runs by block width, dropped together when the KV buffers move."""
+    """Prepared runs by block width, dropped together when the KV buffers move.
 
-    def __init__(self, make: Callable[..., R]) -> None:
-        self._make = make
+    It does not keep what makes them, which has the cache: buffers are freed at once, not when the
+    garbage collector comes round.
+    """
+
+    def __init__(self) -> None:
         self._runs: OrderedDict[Hashable, R] = OrderedDict()
         self._version = -1
 
-    def get(self, version: int, *key: int) -> R:
+    def get(self, make: Callable[..., R], version: int, *key: int) -> R:
         """The run for ``key``, made by ``make(*key)`` when there is none for this ``version``."""
         if version != self._version:
             self._runs.clear()
@@ -227,7 +230,7 @@ class RunCache(Generic[R]):
         if run is not None:
             self._runs.move_to_end(key)
             return run
-        run = self._runs[key] = self._make(*key)
+        run = self._runs[key] = make(*key)
         if len(self._runs) > MAX_PREPARED_RUNS:
             self._runs.popitem(last=False)  # the one that was not used for longest
         return run

@@ -7,20 +7,21 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from specrun import processors
+from specrun.cancel import CancelToken, EarlyEnd
 from specrun.drafters.base import Drafter
 from specrun.drafters.guard import GuardedDrafter
+from specrun.drafters.model import Reader
 from specrun.drafters.none import NoDrafter
 from specrun.errors import EngineError, SpecrunError
-from specrun.judge import Judge, TokenLogprob
-from specrun.lane import Lane
+from specrun.judge import Judge
+from specrun.lane import Lane, Resources
 from specrun.loop import Commit, DraftPlan, OnRound, Progress, Round, speculate
 from specrun.options import GenerateOptions
 from specrun.processors import Logits, Prefix
-from specrun.result import Result
 from specrun.sampling import Sampler
 from specrun.schedule import Schedule
 from specrun.stats import Meter
-from specrun.stopping import FinishReason, Stopping
+from specrun.stopping import Stopping
 
 OnWarning = Callable[[str], None]
 LogitsProcessor = Callable[[Prefix, Logits], Any]
@@ -40,7 +41,13 @@ class Request:
     make_schedule: Callable[[GenerateOptions, int], Schedule]
     on_round: OnRound | None
     on_warning: OnWarning
+    cancel: CancelToken | None = None
     sequence: int = 0
+
+    @property
+    def method(self) -> str:
+        """What drafts, as the statistics name it."""
+        return "custom" if self.drafter is not None else self.options.method
 
     def in_batch(self, index: int) -> Request:
         """The same for row ``index`` of a batch, with a seed of its own."""
@@ -48,54 +55,36 @@ class Request:
         options = dataclasses.replace(self.options, seed=None if seed is None else seed + index)
         return dataclasses.replace(self, options=options, sequence=index)
 
-    def run(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
-        """Continue ``progress`` on ``lane``: text pieces as they are committed, then the result."""
-        options, committed = self.options, progress.committed
-        prompt_length = len(committed)
-        target = progress.target
-        # An earlier generation may have ended between a run and its commit.
-        target.truncate(min(target.length, prompt_length - 1))
-        meter = Meter(prompt_tokens=prompt_length)
-        text: list[str] = []
-        logprobs: list[TokenLogprob] = []
-        reason: FinishReason = "length"
-        most = min(options.max_new_tokens or 0, lane.resources.max_context - prompt_length)
-        verified = lane.watch(strict=options.strict, on_warning=self.on_warning)
-        if most > 0:
-            with verified:
-                for commit in self._rounds(lane, progress, meter, most):
-                    logprobs += commit.logprobs
-                    reason = commit.reason or reason
-                    if commit.text:
-                        text.append(commit.text)
-                        yield commit.text
-        stats = meter.freeze(
-            "custom" if self.drafter is not None else options.method,
-            lossy=options.ensemble_weight < 1,
-            exact_width=lane.resources.options.fixed_width,
-            **verified.statistics(len(meter.drafted_by_round)),
-        )
-        asked = options.logprobs is not None
-        new = committed[prompt_length:]
-        return Result("".join(text), new, reason, stats, options, logprobs if asked else None)
+    def early_end(self) -> EarlyEnd:
+        """What ends this generation, or all rows of a batch, before the text ends."""
+        return EarlyEnd(self.cancel, self.options.timeout)
 
-    def _rounds(
-        self, lane: Lane, progress: Progress, meter: Meter, most: int
-    ) -> Generator[Commit, None, None]:
-        options, resources = self.options, lane.resources
-        eos = options.eos_token_ids or ()
-        stopping = Stopping(
-            resources.tokenizer, eos_token_ids=eos, stop=options.stop, max_tokens=most
+    def stopping(self, resources: Resources, most: int) -> Stopping:
+        """Where a text of at most ``most`` tokens ends."""
+        options = self.options
+        return Stopping(
+            resources.tokenizer,
+            eos_token_ids=options.eos_token_ids or (),
+            stop=options.stop,
+            max_tokens=most,
         )
+
+    def rounds(
+        self, lane: Lane, progress: Progress, meter: Meter, most: int, check: Callable[[], None]
+    ) -> Generator[Commit, None, None]:
+        """Continue ``progress`` on ``lane`` by at most ``most`` tokens; see :func:`speculate`."""
+        options, resources = self.options, lane.resources
+        stopping = self.stopping(resources, most)
         vocab_size = resources.manifest.target_engine.vocab_size
         sampler = self._sampler(len(progress.committed), vocab_size)
         if not sampler.needs_logits and resources.options.fixed_width is None:
             meter.tie_below = resources.width_noise
         judge = Judge(sampler, ensemble_weight=options.ensemble_weight, logprobs=options.logprobs)
         schedule = self.make_schedule(options, len(progress.committed) + most // 2)
-        plan = DraftPlan(schedule, resources.manifest.tokenizer.vocab_size, frozenset(eos))
-        guarded = self._guarded(lane, meter)
-        return speculate(progress, guarded, judge, stopping, plan, meter, self._watcher())
+        ends = frozenset(options.eos_token_ids or ())
+        plan = DraftPlan(schedule, resources.manifest.tokenizer.vocab_size, ends)
+        guarded = self._guarded(lane, meter, check)
+        return speculate(progress, guarded, judge, stopping, plan, meter, self._watcher(), check)
 
     def _sampler(self, prompt_length: int, vocab_size: int) -> Sampler:
         given = self.options
@@ -135,7 +124,7 @@ class Request:
 
         return in_batch
 
-    def _guarded(self, lane: Lane, meter: Meter) -> Drafter:
+    def _guarded(self, lane: Lane, meter: Meter, check: Callable[[], None]) -> Drafter:
         """The drafter of this generation. Its failure is a warning, or an error when strict."""
         options = self.options
 
@@ -154,6 +143,8 @@ class Request:
         try:
             found = self.drafter if self.drafter is not None else lane.drafter(options)
             engine = lane.resources.manifest.target_engine
+            if isinstance(reader := getattr(found, "reader", None), Reader):
+                reader.between_chunks = check  # it may read a long prompt, too
             if getattr(found, "needs_prompt_rows", False) and not engine.all_hidden:
                 raise EngineError(f"{engine.file} returns no hidden states of the prompt")
         except Exception as error:  # whatever it is, the target can go on without a drafter

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from specrun.cancel import CancelToken
 from specrun.drafters.base import Drafter
+from specrun.drafters.model import common_prefix
 from specrun.errors import UsageError
 from specrun.lane import Lane
 from specrun.loop import OnRound, Progress
 from specrun.options import GenerateOptions, build
+from specrun.process import NotCopied
 from specrun.prompt import Prompt
 from specrun.request import LogitsProcessors, OnWarning
-from specrun.result import Result, TextStream
+from specrun.result import Result
+from specrun.stream import TextStream
 
 if TYPE_CHECKING:
     from specrun.engine import Engine
 
 
-class Session:
+class Session(NotCopied):
     """Tokens with their KV rows. Made by :meth:`specrun.Engine.session`.
 
     Append, generate, rewind and go on: the result is that of one cold run over the same tokens, and
-    only what is new is read.
+    only what is new is read. However a generation ended, by an error or a stream that was closed,
+    the session has its finished rounds and goes on from there.
     """
 
     def __init__(self, engine: Engine, lane: Lane) -> None:
         self._engine = engine
-        self._lane = lane
-        self._progress = Progress(lane.target, [])
-        lane.target.truncate(0)
+        self._committed: list[int] = []
+        self._lane: Lane | None = lane
+        self._progress: Progress | None = Progress(lane.target, self._committed)
+        self._streams: weakref.WeakSet[TextStream] = weakref.WeakSet()
 
     @property
     def tokens(self) -> list[int]:
         """Everything so far: prompts and generated tokens, end ids too."""
-        return list(self._progress.committed)
+        return list(self._committed)
 
     def append(self, prompt: str | Sequence[int]) -> None:
         """Add text or token ids. It is read by the target with the next generation.
@@ -43,38 +51,37 @@ class Session:
         it as it stands, without special tokens or template. Raises UsageError; ContextFull where
         it leaves no room for a new token.
         """
-        self._engine.check_free()
-        committed = self._progress.committed
-        new = self._engine.encode_more(prompt) if committed else self._engine.encode(prompt)
-        self._engine.check_room(len(committed) + len(new))
-        committed += new
+        with self._engine.held():
+            _, progress = self._open()
+            committed = progress.committed
+            new = self._engine.encode_more(prompt) if committed else self._engine.encode(prompt)
+            self._engine.check_room(len(committed) + len(new))
+            committed += new
 
     def replace(self, prompt: Prompt, options: GenerateOptions | None = None) -> None:
         """Let the whole text be ``prompt``; what it has in common with the text so far is kept.
 
         For chats: give all messages, and only those that are new are read. Raises as ``append``.
         """
-        tokens = self._engine.encode(prompt, options)
-        committed = self._progress.committed
-        pairs = zip(tokens, committed, strict=False)
-        same = next((i for i, (new, old) in enumerate(pairs) if new != old), None)
-        self.rewind(min(len(tokens), len(committed)) if same is None else same)
-        committed += tokens[len(committed) :]
+        with self._engine.held():
+            _, progress = self._open()
+            tokens = self._engine.encode(prompt, options)
+            same = common_prefix(tokens, progress.committed)
+            progress.rewind(same)
+            progress.committed += tokens[same:]
 
     def rewind(self, length: int) -> None:
         """Keep the first ``length`` tokens. Raises UsageError where there are fewer."""
-        self._engine.check_free()
-        committed = self._progress.committed
-        whole = isinstance(length, int) and not isinstance(length, bool)
-        if not whole or not 0 <= length <= len(committed):
-            raise UsageError(
-                f"length: must be from 0 to the session's {len(committed)} tokens, got {length!r}",
-                hint="rewind to a length it has had",
-            )
-        del committed[length:]
-        # The last token is fed again by the next generation, so that it has a row to start from.
-        target = self._progress.target
-        target.truncate(min(target.length, max(0, length - 1)))
+        with self._engine.held():
+            _, progress = self._open()
+            count = len(progress.committed)
+            whole = isinstance(length, int) and not isinstance(length, bool)
+            if not whole or not 0 <= length <= count:
+                raise UsageError(
+                    f"length: must be from 0 to the session's {count} tokens, got {length!r}",
+                    hint="rewind to a length it has had",
+                )
+            progress.rewind(length)
 
     def generate(
         self,
@@ -84,6 +91,7 @@ class Session:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> Result:
         """Continue the text; see :meth:`specrun.Engine.generate`."""
@@ -93,6 +101,7 @@ class Session:
             logits_processor=logits_processor,
             on_round=on_round,
             on_warning=on_warning,
+            cancel=cancel,
             **changes,
         ).drain()
 
@@ -104,10 +113,12 @@ class Session:
         logits_processor: LogitsProcessors = (),
         on_round: OnRound | None = None,
         on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> TextStream:
         """The same, as text pieces while they are committed; none is taken back."""
-        if not self._progress.committed:
+        _, progress = self._open()
+        if not progress.committed:
             raise UsageError("the session is empty", hint="append a prompt first")
         request = self._engine.request(
             build(GenerateOptions, changes, options),
@@ -115,16 +126,42 @@ class Session:
             logits_processor=logits_processor,
             on_round=on_round,
             on_warning=on_warning,
+            cancel=cancel,
         )
-        self._engine.check_room(len(self._progress.committed))
-        lane, progress = self._lane, self._progress
-        return TextStream(self._engine.exclusively(lambda: request.run(lane, progress)))
+        self._engine.check_room(len(progress.committed))
+        stream = self._engine.start(request, self._open)
+        self._streams.add(stream)
+        return stream
+
+    def close(self) -> None:
+        """Free the KV buffers, and end a stream that is not through; ``tokens`` stay.
+
+        Raises UsageError while a run is in progress, in another thread or above a callback.
+        """
+        for stream in list(self._streams):
+            stream.close()
+        self._lane = self._progress = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless tokens and KV belong together."""
-        self._progress.target.check_integrity()
-        if self._progress.target.length > max(0, len(self._progress.committed) - 1):
-            raise RuntimeError(
-                f"the KV holds {self._progress.target.length} rows for"
-                f" {len(self._progress.committed)} tokens"
-            )
+        _, progress = self._open()
+        target, count = progress.target, len(progress.committed)
+        target.check_integrity()
+        if target.length > max(0, count - 1):
+            raise RuntimeError(f"the KV holds {target.length} rows for {count} tokens")
+
+    def _open(self) -> tuple[Lane, Progress]:
+        if self._lane is None or self._progress is None:
+            raise UsageError("the session is closed", hint="open another one: engine.session()")
+        return self._lane, self._progress

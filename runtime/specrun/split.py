@@ -40,7 +40,7 @@ from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
 from specrun.options import PREFILL_CHUNK
 from specrun.ort import TYPES, PreparedRun, RunCache
-from specrun.target import KvEngine, OnRows, Rows, in_chunks
+from specrun.target import BetweenChunks, KvEngine, OnRows, Rows, in_chunks
 
 INITIAL_ROWS = 16  # hidden states that the buffers between the engines hold at first
 
@@ -79,9 +79,9 @@ class SplitTarget:
         self._all_hidden = not (self._front.picks or (self._back is not None and self._back.picks))
         self._rows = _RowBuffers(_between(engines))
         self._ahead: list[int] = []  # tokens of the rows [length, front_length)
-        self._runs_front: RunCache[PreparedRun] = RunCache(self._prepare_front)
-        self._runs_back: RunCache[PreparedRun] = RunCache(self._prepare_back)
-        self._runs_head: RunCache[PreparedRun] = RunCache(self._prepare_head)
+        self._runs_front: RunCache[PreparedRun] = RunCache()
+        self._runs_back: RunCache[PreparedRun] = RunCache()
+        self._runs_head: RunCache[PreparedRun] = RunCache()
 
     @property
     def length(self) -> int:
@@ -104,11 +104,12 @@ class SplitTarget:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[1, n]`` in chunks; returns the last row only.
 
         ``on_rows`` gets the hidden states of every chunk. Raises ContextFull before anything is
-        written, EngineError.
+        written, EngineError, and what ``between_chunks`` raises.
         """
         if on_rows is not None and not self._all_hidden:
             raise EngineError(
@@ -124,6 +125,8 @@ class SplitTarget:
                 self._feed(chunk, chunk.shape[1] - 1, None)
             else:
                 self._step(chunk, chunk.shape[1] - 1, False, on_rows)
+            if between_chunks is not None:
+                between_chunks()
         return self._step(last, last.shape[1] - 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
@@ -217,7 +220,7 @@ class SplitTarget:
         back = self._back
         if back is not None and (back.writes or start is not None):
             begin = 0 if back.writes or start is None else start
-            run = self._runs_back.get(self._version, begin, count, first_row)
+            run = self._runs_back.get(self._prepare_back, self._version, begin, count, first_row)
             run.inputs[PAST_LENGTH][:] = self.kv.lengths + begin
             run.run()
         # [0, length) was valid; [length, length + count) is written in all layers now, and kept
@@ -228,7 +231,7 @@ class SplitTarget:
     def _feed_front(self, tokens: NDArray[np.int64], start: int, first_row: int) -> None:
         """``tokens`` at position ``length + start``, whose rows are kept from ``start`` on."""
         count = tokens.shape[1]
-        run = self._runs_front.get(self._version, start, count, first_row)
+        run = self._runs_front.get(self._prepare_front, self._version, start, count, first_row)
         run.inputs[TOKENS][:] = tokens
         run.inputs[PAST_LENGTH][:] = self.kv.lengths + start
         # The front writes [length + start, ...): what was ahead behind that is no more.
@@ -238,7 +241,7 @@ class SplitTarget:
     def _say(self, name: str, start: int, stop: int, first_row: int, want_logits: bool) -> Rows:
         """The head over the rows ``start .. stop - 1`` of a buffer."""
         key = (int(name == LAST_ROWS), start, stop, first_row, int(want_logits))
-        run = self._runs_head.get(self._version, *key)
+        run = self._runs_head.get(self._prepare_head, self._version, *key)
         run.run()
         outputs = run.outputs
         return Rows(outputs[ARGMAX], outputs[HIDDEN], outputs.get(LOGITS), outputs[MARGIN])
@@ -314,10 +317,12 @@ class _RowBuffers:
         """Room for ``rows`` rows."""
         if rows <= self.capacity:
             return
-        self.capacity = max(rows, 2 * self.capacity)
-        self.version += 1
-        for name, (shape, dtype) in self._shapes.items():
-            self.arrays[name] = np.zeros((1, self.capacity, *shape), dtype=dtype)
+        capacity = max(rows, 2 * self.capacity)
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.zeros((1, capacity, *shape), dtype=dtype)
+            for name, (shape, dtype) in self._shapes.items()
+        }
+        self.arrays, self.capacity, self.version = arrays, capacity, self.version + 1
 
     def view(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows ``start .. stop - 1``, contiguous."""

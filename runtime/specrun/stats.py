@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specrun.decode import encode
 
@@ -39,7 +39,8 @@ class Stats:
     that of method plain. None where that is not so or not known: in exact mode, when sampling, with
     processors, and in folders that were not compared with transformers.
     ``exact_width``: rows of every run of the target in exact mode, None without.
-    ``provider``: where the target runs; ``providers``: the same of every engine that is open.
+    ``provider``: where the target runs (empty before it did); ``providers``: the same of every
+    engine that is open.
     ``verifier``: what verified in the end; ``torch_steps``: of the ``target_steps``, those that
     PyTorch ran; ``verifier_failure``: why it stood in for the engine, None where it did not.
     """
@@ -59,7 +60,7 @@ class Stats:
     num_draft_by_round: tuple[int, ...]
     accepted_by_round: tuple[int, ...]
     seconds: dict[str, float]
-    provider: str
+    provider: str = ""
     lossy: bool = False
     exact_width: int | None = None
     near_ties: int | None = None
@@ -113,22 +114,31 @@ class Stats:
         return {**encode(self), **{name: encode(getattr(self, name)) for name in derived}}
 
 
+class Counts(NamedTuple):
+    """What one round came to, in tokens; ``emitted`` less the accepted ones is its own token."""
+
+    num_draft: int
+    drafted: int
+    accepted: int
+    discarded: int
+    emitted: int
+
+
 @dataclass
 class Meter:
     """Counts and times while a generation runs. One phase at a time; None: not ours (paused).
+
+    A round is entered at once or not at all, so the counts hold wherever a generation breaks off.
 
     ``tie_below``: a lead smaller than this counts as a near tie; None: they are not counted.
     """
 
     mode: Mode = "plain"
     prompt_tokens: int = 0
-    emitted: int = 0
-    discarded: int = 0
+    first: int = 0  # tokens that the prompt gave: 1 when it is read
+    rounds: list[Counts] = field(default_factory=list)
     tie_below: float | None = None
     near_ties: int = 0
-    num_draft_by_round: list[int] = field(default_factory=list)
-    drafted_by_round: list[int] = field(default_factory=list)
-    accepted_by_round: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
     )
@@ -152,6 +162,15 @@ class Meter:
         draft, verify = self.times()
         return draft - before[0], verify - before[1]
 
+    @property
+    def emitted(self) -> int:
+        """New tokens so far."""
+        return self.first + sum(counts.emitted for counts in self.rounds)
+
+    def count_first(self) -> None:
+        """The prompt is read and gave its token."""
+        self.first = 1
+
     def count_round(self, num_draft: int, proposed: int, accepted: int, kept: int) -> None:
         """A round asked for ``num_draft`` drafts, got ``proposed``, of which ``accepted`` equal
         the target's, and ``kept`` tokens of its block stand (``accepted + 1`` without a cut)."""
@@ -159,11 +178,7 @@ class Meter:
             drafted = accepted = kept - 1
         else:
             drafted = proposed
-        self.emitted += kept
-        self.discarded += proposed - drafted
-        self.num_draft_by_round.append(num_draft)
-        self.drafted_by_round.append(drafted)
-        self.accepted_by_round.append(accepted)
+        self.rounds.append(Counts(num_draft, drafted, accepted, proposed - drafted, kept))
 
     def count_margins(self, margins: NDArray[np.float32]) -> None:
         """By how much each emitted token led the second most probable one, float32 ``[n]``."""
@@ -172,23 +187,26 @@ class Meter:
 
     def freeze(self, method: str, **others: Any) -> Stats:
         """The statistics of what was counted so far; ``others``: fields that are not counted."""
-        drafted, accepted = sum(self.drafted_by_round), sum(self.accepted_by_round)
-        places = range(max(self.drafted_by_round, default=0))
+        rounds = list(self.rounds)  # another thread may count on
+        drafted_by_round = [counts.drafted for counts in rounds]
+        accepted_by_round = [counts.accepted for counts in rounds]
+        drafted, accepted = sum(drafted_by_round), sum(accepted_by_round)
+        places = range(max(drafted_by_round, default=0))
         return Stats(
             method=method,
             mode=self.mode,
             prompt_tokens=self.prompt_tokens,
-            emitted=self.emitted,
-            rounds=len(self.drafted_by_round),
-            target_steps=len(self.drafted_by_round),
+            emitted=self.first + sum(counts.emitted for counts in rounds),
+            rounds=len(rounds),
+            target_steps=len(rounds),
             drafted=drafted,
             accepted=accepted,
             rejected=drafted - accepted,
-            discarded=self.discarded,
-            drafted_by_position=tuple(sum(n > i for n in self.drafted_by_round) for i in places),
-            accepted_by_position=tuple(sum(n > i for n in self.accepted_by_round) for i in places),
-            num_draft_by_round=tuple(self.num_draft_by_round),
-            accepted_by_round=tuple(self.accepted_by_round),
+            discarded=sum(counts.discarded for counts in rounds),
+            drafted_by_position=tuple(sum(n > i for n in drafted_by_round) for i in places),
+            accepted_by_position=tuple(sum(n > i for n in accepted_by_round) for i in places),
+            num_draft_by_round=tuple(counts.num_draft for counts in rounds),
+            accepted_by_round=tuple(accepted_by_round),
             seconds=dict(self.seconds),
             near_ties=None if self.tie_below is None else self.near_ties,
             **others,

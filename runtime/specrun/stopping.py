@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 from specrun.text import BROKEN, Detokenizer, Tokenizer
 
-FinishReason = Literal["eos", "stop", "length"]
+# By itself; from outside, see specrun.cancel and specrun.generation; and not yet.
+FinishReason = Literal["eos", "stop", "length", "cancelled", "timeout", "error", "unfinished"]
 
 
 class Cut(NamedTuple):
@@ -56,6 +57,11 @@ class Stopping:
             pieces.append(text[:safe])
             self._held = text[safe:]
         return Cut(len(block), "".join(pieces), None)
+
+    def finish(self) -> str:
+        """What was held back, when the text ends here for another reason."""
+        held, self._held = self._held, ""
+        return held + self._detokenizer.finish()
 
     def _end(self, kept: int, text: str, reason: FinishReason) -> Cut:
         return Cut(kept, text + self._detokenizer.finish(), reason)

@@ -43,6 +43,9 @@ class Rows(NamedTuple):
 
 # Position of the first row, and hidden states [rows, hidden size]: a view, valid in the call only.
 OnRows = Callable[[int, NDArray[Any]], None]
+# Called while a prompt is read, whenever a part of it is in the KV and more is to come. It may
+# raise, to end the reading there.
+BetweenChunks = Callable[[], None]
 
 
 class Verifier(Protocol):
@@ -69,10 +72,12 @@ class Verifier(Protocol):
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[1, n]``; returns the last row. ``on_rows`` gets every hidden row.
 
-        Raises ContextFull before anything is written, EngineError.
+        Raises ContextFull before anything is written, EngineError, and what ``between_chunks``
+        raises. ``length`` then counts the tokens that were read.
         """
         ...
 
@@ -167,7 +172,7 @@ class Target:
             initial_capacity=initial_capacity,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
-        self._runs: RunCache[PreparedRun] = RunCache(self._prepare)
+        self._runs: RunCache[PreparedRun] = RunCache()
 
     @property
     def length(self) -> int:
@@ -185,11 +190,13 @@ class Target:
         *,
         want_logits: bool = False,
         on_rows: OnRows | None = None,
+        between_chunks: BetweenChunks | None = None,
     ) -> Rows:
         """Feed ``tokens`` ``[batch, n]`` in chunks; returns the last row only.
 
         ``on_rows`` gets the hidden states of every chunk (first sequence).
-        Raises ContextFull before anything is written, EngineError.
+        Raises ContextFull before anything is written, EngineError, and what ``between_chunks``
+        raises.
         """
         if on_rows is not None and not self.engine.all_hidden:
             raise EngineError(
@@ -200,6 +207,8 @@ class Target:
         *chunks, last = in_chunks(tokens, self.prefill_chunk)
         for chunk in chunks:
             self._step(chunk, chunk.shape[1] - 1, False, on_rows)
+            if between_chunks is not None:
+                between_chunks()
         return self._step(last, last.shape[1] - 1, want_logits, on_rows)
 
     def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
@@ -223,7 +232,7 @@ class Target:
         on_rows: OnRows | None = None,
     ) -> Rows:
         rows = tokens.shape[1]
-        run = self._runs.get(self.kv.version, rows, first_row, int(want_logits))
+        run = self._runs.get(self._prepare, self.kv.version, rows, first_row, int(want_logits))
         run.inputs[TOKENS][:] = tokens
         run.inputs[PAST_LENGTH][:] = self.kv.lengths
         run.run()

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from specrun import manifest as manifests
 from specrun.drafters.base import Drafter, Proposal
 from specrun.errors import UsageError
+from specrun.generation import Generation
 from specrun.lane import Lane, Resources
 from specrun.loop import Progress
 from specrun.options import EngineOptions, GenerateOptions, Method
@@ -307,8 +308,8 @@ def _generate(
         on_round=None,
         on_warning=_no_warning,
     )
-    lane.target.truncate(min(lane.target.length, len(prompt) - 1))
-    return request.run(lane, Progress(lane.target, list(prompt)))
+    progress = Progress(lane.target, list(prompt))
+    return Generation(request, lane.resources).run(lane, progress)
 
 
 def _no_warning(message: str) -> None:

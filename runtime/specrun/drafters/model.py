@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from specrun.drafters.base import Proposal, draw_from_row, proposal_of
 from specrun.sampling import Draw, Sampler
-from specrun.target import Rows, Target
+from specrun.target import BetweenChunks, Rows, Target
 
 STAND_IN = 0  # read in place of a token that the draft model's vocabulary does not have
 
@@ -30,10 +30,12 @@ class Reader:
         KV row  0                1 … rows - 1
 
     That costs one row more per token of a text without end. Lengths count the text's tokens.
+    ``between_chunks``: see :meth:`specrun.target.Verifier.prefill`.
     """
 
     def __init__(self, model: Target) -> None:
         self.model = model
+        self.between_chunks: BetweenChunks | None = None
         self._skipped = 0
 
     @property
@@ -85,7 +87,7 @@ class Reader:
         if start == 0 and self._skipped:
             new = np.array([[tokens[0], *tokens[1 + self._skipped :]]], dtype=np.int64)
         new[new >= self.model.engine.vocab_size] = STAND_IN
-        return self.model.prefill(new, want_logits=want_logits)
+        return self.model.prefill(new, want_logits=want_logits, between_chunks=self.between_chunks)
 
     def _left(self, length: int) -> int:
         return self.max_context - (length - self._skipped) + 1

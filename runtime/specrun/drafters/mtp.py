@@ -85,7 +85,7 @@ class MtpDrafter:
         # The state is kept in the buffers bound as inputs, shared by the runs of every width.
         names = (TOKEN, HIDDEN, PAST_LENGTH)
         self._state = {name: zeros(self._specs[name], batch=kv.batch) for name in names}
-        self._runs: RunCache[PreparedRun] = RunCache(self._prepare)
+        self._runs: RunCache[PreparedRun] = RunCache()
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Nothing to do: the target reads the prompt into its KV."""
@@ -97,7 +97,7 @@ class MtpDrafter:
 
     def propose(self, count: int, sampler: Sampler) -> Proposal:
         """One run of ``count`` steps. Raises EngineError."""
-        run = self._runs.get(self._kv.version, count)
+        run = self._runs.get(self._prepare, self._kv.version, count)
         # [0, past_length): committed tokens in the target's KV; the last one stands behind them.
         self._state[PAST_LENGTH][:] = self._kv.lengths
         temperature = min(sampler.temperature, HOTTEST)

@@ -190,7 +190,7 @@ class MtpLayer:
             initial_capacity=initial_capacity,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
-        self._runs: RunCache[PreparedRun] = RunCache(self._prepare)
+        self._runs: RunCache[PreparedRun] = RunCache()
 
     def run(
         self,
@@ -204,7 +204,7 @@ class MtpLayer:
         Raises EngineError, or ContextFull before anything is written.
         """
         self.kv.reserve(len(tokens))
-        run = self._runs.get(self.kv.version, len(tokens), int(want_logits))
+        run = self._runs.get(self._prepare, self.kv.version, len(tokens), int(want_logits))
         run.inputs[TOKENS][0] = tokens
         run.inputs[HIDDEN][0] = hidden
         run.inputs[PAST_LENGTH][:] = self.kv.lengths

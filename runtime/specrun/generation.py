@@ -1,0 +1,138 @@
+"""One generation at work: what it gives, and at any time what it has given so far."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple
+
+from specrun.cancel import EarlyEnd, EndedEarly
+from specrun.judge import TokenLogprob
+from specrun.lane import Lane, Resources, Verification
+from specrun.loop import Commit, Progress
+from specrun.request import Request
+from specrun.result import Result
+from specrun.stats import Meter
+from specrun.stopping import FinishReason
+
+
+class _Place(NamedTuple):
+    """Where it works: behind the first ``start`` tokens of ``progress``."""
+
+    progress: Progress
+    start: int
+
+
+class Generation:
+    """Runs a request, once.
+
+    What it has given is counted round by round, and ``partial`` takes everything from that count.
+    So tokens, text and statistics belong together wherever an error, or another thread, finds them.
+    ``early_end``: shared by the rows of a batch.
+    """
+
+    def __init__(
+        self, request: Request, resources: Resources, early_end: EarlyEnd | None = None
+    ) -> None:
+        self._request = request
+        self._resources = resources
+        self._early_end = early_end or request.early_end()
+        self._meter = Meter()
+        self._place: _Place | None = None
+        self._verification: Verification | None = None
+        self._result: Result | None = None
+        self.finished = False
+
+    @property
+    def partial(self) -> Result:
+        """What was committed so far; its ``finish_reason`` is "unfinished" until there is one."""
+        place = self._place  # read before the result, which takes its place
+        return self._result or self._snapshot(place, "unfinished")
+
+    def run(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
+        """Continue ``progress`` on ``lane``: text pieces as they are committed, then the result.
+
+        ``finished`` says whether it came to one: at an end of the text, or at an early one.
+        """
+        yielded, text = 0, ""
+        reason: FinishReason = "length"
+        try:
+            for commit in self._commits(lane, progress):
+                text += commit.text
+                if commit.reason is not None:
+                    reason = commit.reason
+                    break  # the last piece comes when the generation is over
+                if commit.text:
+                    yielded = len(text)
+                    yield commit.text
+            result = self._end(reason, text)
+        except EndedEarly as ended:
+            result = self._end(ended.reason)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        self.finished = True
+        if len(result.text) > yielded:
+            yield result.text[yielded:]
+        return result
+
+    def abandon(self, error: BaseException) -> None:
+        """It does not go on, because of ``error``: ``partial`` stays what it is."""
+        if self._result is None:
+            if self._place is not None:
+                self._place.progress.behind = True
+            stopped = isinstance(error, (GeneratorExit, KeyboardInterrupt))
+            self._end("cancelled" if stopped else "error")
+
+    def _commits(self, lane: Lane, progress: Progress) -> Generator[Commit, None, None]:
+        request, start = self._request, len(progress.committed)
+        room = lane.resources.max_context - start
+        most = min(request.options.max_new_tokens or 0, room)
+        self._meter.prompt_tokens = start
+        progress.begin()
+        self._place = _Place(progress, start)
+        self._early_end.start()
+        self._early_end.check()
+        options = request.options
+        verified = lane.watch(strict=options.strict, on_warning=request.on_warning)
+        self._verification = verified
+        if most > 0:
+            with verified:
+                yield from request.rounds(lane, progress, self._meter, most, self._early_end.check)
+
+    def _end(self, reason: FinishReason, text: str | None = None) -> Result:
+        """Leave tokens and KV as they belong together, and keep what there is."""
+        self._meter.switch(None)
+        place = self._place
+        if place is not None:
+            place.progress.rewind(place.start + self._meter.emitted)
+        result = self._result = self._snapshot(place, reason, text)
+        self._place = self._verification = None  # who keeps the stream keeps no buffers
+        return result
+
+    def _snapshot(
+        self, place: _Place | None, reason: FinishReason, text: str | None = None
+    ) -> Result:
+        request, resources = self._request, self._resources
+        options, verified = request.options, self._verification
+        stats = self._meter.freeze(
+            request.method,
+            lossy=options.ensemble_weight < 1,
+            exact_width=resources.options.fixed_width,
+            providers=resources.providers(),
+            **({} if verified is None else verified.statistics(len(self._meter.rounds))),
+        )
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        if place is not None:
+            tokens = place.progress.committed[place.start : place.start + stats.emitted]
+            logprobs = place.progress.logprobs[: stats.emitted]
+        if text is None:
+            text = self._text_of(tokens, ended=reason != "unfinished")
+        asked = options.logprobs is not None
+        return Result(text, tokens, reason, stats, options, logprobs if asked else None)
+
+    def _text_of(self, tokens: list[int], *, ended: bool) -> str:
+        """What a stream gives for ``tokens``; ``ended``: with what it would still hold back."""
+        stopping = self._request.stopping(self._resources, len(tokens) + 1)
+        cut = stopping.take(tokens)
+        return cut.text + (stopping.finish() if ended and cut.reason is None else "")
