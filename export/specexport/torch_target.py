@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from specgraphs import families
-from specgraphs.target import head_logits
 from specrun.contract import Part, past
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
@@ -114,7 +113,7 @@ class TorchTarget:
         tokens: NDArray[np.int64] = np.array([[token]], dtype=np.int64)
         with self._running(self.length + self._ahead):
             hidden = self._model.model.norm(self._exit_rows(tokens, self._early_exit))
-            logits = head_logits(self._model, hidden, self._cap)
+            logits = families.head_logits(self._model, hidden, self._cap)
         self._ahead += 1
         return _rows(logits, hidden, want_logits)
 

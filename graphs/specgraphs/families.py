@@ -95,6 +95,14 @@ def softcap(config: Any) -> float | None:
     return None if cap is None else float(cap)
 
 
+def head_logits(model: Any, rows: Any, cap: float | None) -> Any:
+    """Logits float32 of normed ``rows``: the head, and the softcap where there is one."""
+    logits = model.lm_head(rows)
+    if cap is not None:
+        logits = (logits / cap).tanh() * cap
+    return logits.float()
+
+
 def _last_owner(types: Sequence[str], modes: Sequence[str | None], kind: str, before: int) -> int:
     for layer in range(before - 1, -1, -1):
         if types[layer] == kind and modes[layer] != "reuse":

@@ -24,7 +24,7 @@ import torch
 from specgraphs import families, passes, patches
 from specgraphs.engine_graph import EngineGraph, bind
 from specgraphs.families import KvPlan
-from specgraphs.target import WANTED_ROWS, KvAttention, head_logits, keep_rows, positions
+from specgraphs.target import WANTED_ROWS, KvAttention, keep_rows, positions
 from specgraphs.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_ROWS,
@@ -161,7 +161,7 @@ class _Head(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, wanted_rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = self.model.model.norm(rows)
-        logits = head_logits(self.model, hidden.index_select(1, wanted_rows), self.cap)
+        logits = families.head_logits(self.model, hidden.index_select(1, wanted_rows), self.cap)
         return logits, logits.argmax(-1), hidden
 
 

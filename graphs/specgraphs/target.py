@@ -50,7 +50,7 @@ class _Target(torch.nn.Module):
             ).last_hidden_state
         # Layers that share KV were given the wanted rows only; other families return every row.
         wanted = hidden if self.plan.shares else hidden.index_select(1, wanted_rows)
-        logits = head_logits(self.model, wanted, self.cap)
+        logits = families.head_logits(self.model, wanted, self.cap)
         return (logits, logits.argmax(-1), hidden, *attend.present())
 
 
@@ -102,14 +102,6 @@ class KvAttention:
 def positions(past_length: torch.Tensor, rows: Any) -> torch.Tensor:
     """Positions int64 ``[batch, rows]`` of the rows behind ``past_length`` ``[batch]``."""
     return past_length.to(torch.int64)[:, None] + torch.arange(rows)[None]
-
-
-def head_logits(model: Any, rows: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Logits float32 of normed ``rows``: the head, and the softcap where there is one."""
-    logits: torch.Tensor = model.lm_head(rows)
-    if cap is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits.to(torch.float32)
 
 
 def keep_rows(wanted_rows: torch.Tensor) -> Any:

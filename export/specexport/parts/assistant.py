@@ -19,7 +19,7 @@ from specexport import tokenizer_files
 from specexport.errors import SourceError
 from specexport.models import load
 from specexport.numbers import agreement, relative_error
-from specexport.parts.base import Opened, Settings, TargetRun, engine_spec
+from specexport.parts.base import Opened, Settings, TargetRun, engine_spec, read_up_to
 from specexport.parts.record import manifest_source, num_assistant_tokens, schedule
 from specexport.sources import Source
 from specexport.weights import Weights
@@ -207,8 +207,7 @@ def _check_draft(
     (CHAIN_FACTOR); it is there for the feedback, the first one for the arithmetic.
     """
     assert spec.mtp is not None, "the manifest refuses an MTP drafter without its contract"
-    target.truncate(0)
-    target.prefill(tokens[None, : draft.past_length])
+    read_up_to(target, tokens, draft.past_length)
     steps = min(DRAFT_STEPS, most)
     cases = []
     for name, count in (("draft_logits", 1), ("draft_chain", steps)):

@@ -126,6 +126,14 @@ class Opened:
             return open_session(in_pieces, spec, threads=self.threads, mapped=True)
 
 
+def read_up_to(target: Verifier, tokens: NDArray[np.int64], length: int) -> None:
+    """Let the KV hold the first ``length`` of ``tokens`` ``[n]``. Of these it may hold any number
+    already, so that what one comparison has read need not be read for the next."""
+    target.truncate(min(length, target.length))
+    if target.length < length:
+        target.prefill(tokens[None, target.length : length])
+
+
 class TargetPart(Protocol):
     """The target: one engine, or several that together are one."""
 

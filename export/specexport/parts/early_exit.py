@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specexport import tokenizer_files
 from specexport.numbers import agreement, relative_error
-from specexport.parts.base import Opened, Settings, TargetRun, engine_spec
+from specexport.parts.base import Opened, Settings, TargetRun, engine_spec, read_up_to
 from specexport.parts.record import num_assistant_tokens, schedule
 from specexport.parts.target import check_target
 from specexport.sources import Source
@@ -163,8 +163,7 @@ class EarlyExit:
 
 def _check_exit(target: Any, tokens: NDArray[np.int64], case: ExitCase) -> ParityCase:
     """Token by token behind a prefill, as drafting feeds them."""
-    target.truncate(0)
-    target.prefill(tokens[None, : case.past_length])
+    read_up_to(target, tokens, case.past_length)
     count = len(case.logits)
     target.start_drafting(count)
     logits = np.empty_like(case.logits)
