@@ -36,6 +36,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         self._sessions: dict[str, Any] = {}
+        self._provider = ""
         self._pair: VocabularyPair | None = None
 
     @property
@@ -80,8 +81,11 @@ class Resources:
         return sessions
 
     def provider(self) -> str:
-        """Where the target runs; its session is open."""
-        return str(next(iter(self._sessions.values())).get_providers()[0])
+        """Where the target runs, or ran until its session was closed."""
+        for session in self._sessions.values():
+            self._provider = str(session.get_providers()[0])
+            break
+        return self._provider
 
 
 class Lane:
