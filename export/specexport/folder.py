@@ -129,8 +129,8 @@ def _take_place(new: Path, out: Path) -> None:
     check_target(out)  # once more: an export takes its time
     old = _beside(out, OLD)
     with _held(old):
-        out.rename(old / out.name)
         try:
+            out.rename(old / out.name)
             new.rename(out)
         except BaseException:
             if not out.exists():

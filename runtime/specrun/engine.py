@@ -353,7 +353,7 @@ class Engine(NotCopied):
             lane = self._open_lane()
             self._progress = None  # its rows go with the next line
             lane.reset()
-            self._progress = Progress(lane.target, list(tokens))
+            self._progress = Progress(lane.target, list(tokens), behind=True)
             return lane, self._progress
 
         return self.start(request, begin)

@@ -41,8 +41,10 @@ class Resources:
 
     def __post_init__(self) -> None:
         self._sessions: dict[str, Any] = {}
+        self._providers: dict[str, str] = {}
         self._pair: VocabularyPair | None = None
         self._model: TargetModel | None = None
+        self.torch_name = ""  # of that model, also when it is closed
         # Why the target's engine is given up, for the rest of these resources' life.
         self.failure: EngineError | None = None
         self.failure_said = False
@@ -71,6 +73,7 @@ class Resources:
                 device=self.options.device,
                 spin=self.options.spin,
             )
+            self._providers[name] = str(self._sessions[name].get_providers()[0])
         return self._sessions[name]
 
     def torch_model(self) -> TargetModel:
@@ -82,6 +85,7 @@ class Resources:
             self._model = load_model(
                 self.manifest, self.folder, options.target, device=options.device
             )
+            self.torch_name = self._model.name
         return self._model
 
     def vocabulary_pair(self) -> VocabularyPair:
@@ -102,8 +106,8 @@ class Resources:
         return left
 
     def providers(self) -> dict[str, str]:
-        """Where every engine runs that is open, by its name."""
-        return {name: str(s.get_providers()[0]) for name, s in self._sessions.items()}
+        """Where every engine runs that was opened, by its name."""
+        return dict(self._providers)
 
 
 class Lane:
@@ -124,7 +128,7 @@ class Lane:
     def provider(self) -> str:
         """Where the target runs."""
         if self.verifier == "torch":
-            return self.resources.torch_model().name
+            return self.resources.torch_name
         providers = self.resources.providers()
         return next(providers[name] for name in TARGET_ENGINES if name in providers)
 
@@ -246,7 +250,7 @@ class Verification:
         if not said:
             self._on_warning(
                 f"the target's engine failed: {error}; going on with"
-                f" {resources.torch_model().name} and the checkpoint's own weights"
+                f" {resources.torch_name} and the checkpoint's own weights"
             )
 
 

@@ -57,9 +57,15 @@ class TextStream(NotCopied, Iterator[str]):
 
     def drain(self) -> Result:
         """Take all pieces that are left and return the result."""
-        with self._alone(), contextlib.suppress(StopIteration):
-            while True:
-                self._next()
+        with self._alone():
+            try:
+                while True:
+                    self._next()
+            except StopIteration:
+                pass
+            except BaseException as error:  # were it between two pieces
+                self._end(error)
+                raise
         return self.result
 
     def close(self) -> None:
@@ -68,8 +74,7 @@ class TextStream(NotCopied, Iterator[str]):
         Raises UsageError while another thread is at work on it.
         """
         with self._alone():
-            self._pieces.close()
-            self._generation.abandon(GeneratorExit())
+            self._end(GeneratorExit())
 
     def __enter__(self) -> TextStream:
         return self
@@ -86,11 +91,14 @@ class TextStream(NotCopied, Iterator[str]):
         self._check_process()
         try:
             return next(self._pieces)
-        except StopIteration:
-            raise
         except BaseException as error:
-            self._generation.abandon(error)
+            if not isinstance(error, StopIteration):
+                self._end(error)
             raise
+
+    def _end(self, error: BaseException) -> None:
+        self._generation.abandon(error)
+        self._pieces.close()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

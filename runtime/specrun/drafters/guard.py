@@ -49,7 +49,11 @@ class GuardedDrafter:
     @property
     def needs_prompt_rows(self) -> bool:
         """The drafter's own; False where it says nothing of it."""
-        return bool(getattr(self._drafter, "needs_prompt_rows", False))
+        try:
+            return bool(getattr(self._drafter, "needs_prompt_rows", False))
+        except Exception as error:
+            self._fail(error)
+            return False
 
     def propose(self, count: int, sampler: Sampler) -> Proposal:
         """See :class:`Drafter`; at most ``count`` tokens, none after a failure."""
