@@ -76,8 +76,28 @@ class Resources:
             self._providers[name] = str(self._sessions[name].get_providers()[0])
         return self._sessions[name]
 
-    def torch_model(self) -> TargetModel:
-        """The target's PyTorch model, loaded at its first use. Raises EngineError."""
+    def torch_model(self, failure: EngineError | None) -> TargetModel:
+        """The target's PyTorch model, loaded at its first use.
+
+        Raises EngineError, which names the ``failure`` of the engine that it stands in for too.
+        """
+        try:
+            return self._loaded()
+        except EngineError as error:
+            if failure is None:
+                raise
+            raise EngineError(
+                f"{failure}; and PyTorch cannot verify instead: {error}",
+                hint="; or ".join(hint for hint in (failure.hint, error.hint) if hint),
+            ) from error
+
+    def stand_in(self, kv: KvBuffers, failure: EngineError) -> Verifier:
+        """PyTorch on the KV buffers of the engine that failed. Raises EngineError."""
+        return self.torch_model(failure).target(
+            kv, max_context=kv.max_context, prefill_chunk=self.options.prefill_chunk
+        )
+
+    def _loaded(self) -> TargetModel:
         if self._model is None:
             from specrun.torch_verifier import load_model
 
@@ -154,28 +174,9 @@ class Lane:
                 resources.failure = error
             else:
                 stands_in = options.verify == "auto" and not options.exact
-                self.guarded = GuardedTarget(engine, self._stand_in if stands_in else None)
+                self.guarded = GuardedTarget(engine, resources.stand_in if stands_in else None)
                 return self.guarded
-        return self._torch(resources.failure).target(None, **lengths)
-
-    def _torch(self, failure: EngineError | None) -> TargetModel:
-        """PyTorch's model; an error names the ``failure`` of the engine that it stands in for."""
-        try:
-            return self.resources.torch_model()
-        except EngineError as error:
-            if failure is None:
-                raise
-            raise EngineError(
-                f"{failure}; and PyTorch cannot verify instead: {error}",
-                hint="; or ".join(hint for hint in (failure.hint, error.hint) if hint),
-            ) from error
-
-    def _stand_in(self, kv: KvBuffers, failure: EngineError) -> Verifier:
-        """PyTorch on the KV buffers of the engine that failed."""
-        options = self.resources.options
-        return self._torch(failure).target(
-            kv, max_context=kv.max_context, prefill_chunk=options.prefill_chunk
-        )
+        return resources.torch_model(resources.failure).target(None, **lengths)
 
     def watch(self, *, strict: bool, on_warning: Callable[[str], None]) -> Verification:
         """For one generation: PyTorch may stand in for an engine that fails."""
