@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
@@ -36,6 +37,15 @@ def test_written_and_read_is_the_same(folder: Path) -> None:
     assert manifest.dumps(read) == text
 
 
+def by_torch(name: str) -> Change:
+    """An engine is none: PyTorch is to run it."""
+
+    def change(data: Any) -> None:
+        data["engines"][name] |= {"backend": "torch", "file": ""}
+
+    return change
+
+
 DRAFTER = ("engines", "mtp_drafter")
 METHOD = ("drafters", "mtp-drafter")
 
@@ -45,9 +55,9 @@ METHOD = ("drafters", "mtp-drafter")
     [
         (put("colour", value="red"), r"field must be one of \[.*\], got 'colour'"),
         (put("tokenizer", "kind", value="bpe"), "tokenizer: field must be one of .* got 'kind'"),
-        (put("format", value=4), "format: this specrun reads up to 3, got 4"),
-        (put("format", value="3"), "format: must be 3, got '3'"),
-        (put("format", value=2), "format: must be 3, got 2"),
+        (put("format", value=5), "format: this specrun reads up to 4, got 5"),
+        (put("format", value="4"), "format: must be 4, got '4'"),
+        (put("format", value=3), "format: must be 4, got 3"),
         (lambda data: data.pop("generation"), "field 'generation' is missing"),
         (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
         (put("generation", "max_context", value=True), "generation.max_context: must be int"),
@@ -60,6 +70,9 @@ METHOD = ("drafters", "mtp-drafter")
         (put("drafters", "critic", value={}), "drafters key: must be one of"),
         (put("engines", "critic", value={}), "engines.critic: field 'role' is missing"),
         (put("engines", "target", "role", value="critic"), "role: must be one of"),
+        (put("engines", "target", "backend", value="torch"), "file: is empty with backend torch"),
+        (put("engines", "target", "file", value=""), "file: is empty with backend torch only"),
+        (by_torch("mtp_drafter"), "mtp_drafter.backend: PyTorch runs the whole target only"),
         (lambda data: data["engines"].pop("target"), "engines: field 'target' is missing"),
         (lambda data: data["engines"]["target"]["inputs"].pop(0), "inputs: must hold .*tokens"),
         (put("engines", "target", "file", value="other.onnx"), "'other.onnx' is used and not"),
@@ -86,7 +99,7 @@ def test_a_manifest_that_is_not_right(folder: Path, edit: Change, says: str) -> 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_a_manifest_that_is_not_one(folder: Path, text: str) -> None:
     (folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
-    refused(folder, "manifest.json: (not JSON|format: must be 3, got None)")
+    refused(folder, "manifest.json: (not JSON|format: must be 4, got None)")
 
 
 def test_a_newer_format_says_what_to_upgrade(folder: Path) -> None:
