@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+MAX_SECONDS = 1e6  # of a step; more is no measurement
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -23,8 +25,9 @@ class StepCosts:
     def __post_init__(self) -> None:
         if not self.verify_seconds:
             raise ValueError("verify_seconds must not be empty")
-        for value in (*self.draft_seconds.values(), *self.verify_seconds.values()):
-            if not 0 <= value < float("inf"):
+        extra = (self.round_seconds, self.catch_up_seconds)
+        for value in (*self.draft_seconds.values(), *self.verify_seconds.values(), *extra):
+            if not 0 <= value <= MAX_SECONDS:
                 raise ValueError(f"seconds must be 0 or more, got {value}")
         if min(self.verify_seconds.values()) == 0:
             raise ValueError("verify_seconds must be above 0")

@@ -14,7 +14,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from specrun.contract import DType, KvLayer, Part, past
-from specrun.errors import ContextFull
+from specrun.errors import ContextFull, EngineError
 
 INITIAL_CAPACITY = 256
 
@@ -52,7 +52,13 @@ class KvBuffers:
 
     def _allocate(self, name: str, layer: KvLayer) -> None:
         shape = (self.batch, layer.heads, self.capacity, layer.head_size)
-        array: NDArray[Any] = np.zeros(shape, dtype=self.dtype)
+        try:
+            array: NDArray[Any] = np.zeros(shape, dtype=self.dtype)
+        except MemoryError as error:
+            raise EngineError(
+                f"{name}: there is no memory for a KV buffer of shape {list(shape)}",
+                hint="open the folder with a smaller max_context",
+            ) from error
         old = self.arrays.get(name)
         if old is not None:
             for row, length in enumerate(self.lengths):
