@@ -429,7 +429,7 @@ def _trace(
 def _generation(target: Source, max_context: int) -> Generation:
     given = target.generation
     end = given.get("eos_token_id")
-    ids = [] if end is None else [end] if isinstance(end, int) else list(end)
+    ids = list(end) if isinstance(end, (list, tuple)) else [end]
     # Some checkpoints write -1 for "none"; an id outside of the vocabulary can never come.
     vocab = int(target.config.vocab_size)
     ids = [i for i in ids if _token_id(i, vocab) is not None]
@@ -477,7 +477,9 @@ def _is_plain(value: object) -> bool:
 
 
 def _token_id(value: object, vocab: int) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < vocab else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < vocab else None
 
 
 def _versions() -> dict[str, str]:
