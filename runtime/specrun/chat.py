@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from specrun import chat_limits
 from specrun.chat_limits import Budget, LimitError
 from specrun.chat_sandbox import Sandbox
 from specrun.errors import UsageError
@@ -39,7 +40,8 @@ def render(
             " are read",
             hint=RAW,
         )
-    environment = Sandbox(Budget(sum(map(len, texts(messages)))))
+    budget = Budget(sum(map(len, texts(messages))), chat_limits.SECONDS)
+    environment = Sandbox(budget)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _Clock(now or datetime.datetime.now()).strftime_now
     try:

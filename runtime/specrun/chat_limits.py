@@ -39,7 +39,7 @@ class LimitError(jinja2.TemplateRuntimeError):
 class Budget:
     """What one rendering has left. ``characters``: of all messages together."""
 
-    def __init__(self, characters: int, seconds: float = SECONDS) -> None:
+    def __init__(self, characters: int, seconds: float) -> None:
         self.most = max(MIN_VALUE, VALUE_SHARE * characters)
         self._left = max(MIN_TOTAL, TOTAL_SHARE * characters)
         self._seconds = seconds

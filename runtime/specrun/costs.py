@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-MAX_SECONDS = 1e6  # of a step; more is no measurement
+MIN_SECONDS, MAX_SECONDS = 1e-9, 1e6  # of a step; less and more are no measurement
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class StepCosts:
         for value in (*self.draft_seconds.values(), *self.verify_seconds.values(), *extra):
             if not 0 <= value <= MAX_SECONDS:
                 raise ValueError(f"seconds must be 0 or more, got {value}")
-        if min(self.verify_seconds.values()) == 0:
-            raise ValueError("verify_seconds must be above 0")
+        if min(self.verify_seconds.values()) < MIN_SECONDS:
+            raise ValueError(f"verify_seconds must be at least {MIN_SECONDS:g}")
 
     def draft(self, count: int) -> float:
         """Seconds of a round's drafting of ``count`` tokens."""
