@@ -172,7 +172,10 @@ DEFAULTS = ("generation", "defaults")
         (put(*DEFAULTS, value={"top_p": 2}), "defaults.top_p: must be a number above 0"),
         (put(*DEFAULTS, value={"do_sample": "yes"}), "defaults.do_sample: must be true or false"),
         (put(*DEFAULTS, value={"max_new_tokens": [1]}), "defaults.max_new_tokens: must be a whole"),
-        (put(*DEFAULTS, value={"bad_words_ids": [[99]]}), "bad_words_ids: must hold ids below 10"),
+        (
+            put(*DEFAULTS, value={"bad_words_ids": [[99]]}),
+            "bad_words_ids: must hold token ids below 10",
+        ),
         (put(*DEFAULTS, value={"bad_words_ids": "x"}), "defaults.bad_words_ids"),
         (put(*DEFAULTS, value={"repetition_penalty": True}), "defaults.repetition_penalty"),
         (
@@ -651,7 +654,7 @@ HARMLESS = (
     ),
     "{% block a %}{{ messages[0].content }}{% endblock %}{{ self.a() }}",
 )
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <b>brief</b>.\n"},
     {"role": "user", "content": " Hi ü </think> there "},
     {"role": "assistant", "content": "Yes", "more": [{"x": 1.5}, None]},
@@ -898,7 +901,7 @@ def test_halves_of_characters_in_a_prompt(tmp_path: Path) -> None:
     with specrun.load(toys.write_folder(tmp_path / "e", toy)) as engine:
         for prompt in ("\ud800", [{"role": "user", "content": "\ud800"}]):
             with pytest.raises(UsageError, match="not valid Unicode") as caught:
-                engine.generate(prompt, raw=isinstance(prompt, str))  # type: ignore[arg-type]
+                engine.generate(prompt, raw=isinstance(prompt, str))
             assert caught.value.hint
 
 
