@@ -137,6 +137,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "prompt": (["--prompt", "1"], ["--prompt", "2"]),
     "system": ([], ["--system", "3"]),
     "raw": ([], ["--raw"]),
+    "parse_special": ([], ["--parse-special"]),
     "method": (["--method", "plain"], ["--method", "prompt-lookup"]),
     "num_assistant_tokens": (["-k", "1"], ["-k", "2"]),
     "num_assistant_tokens_schedule": (

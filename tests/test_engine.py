@@ -101,8 +101,81 @@ def test_bos_before_raw_text_once(open_toy: OpenToy) -> None:
     engine = open_toy(dataclasses.replace(CHATTY, add_bos=True))
     raw = specrun.GenerateOptions(raw=True)
     assert engine.encode("12", raw) == [10, 1, 2]
-    assert engine.encode("<s>12", raw) == [10, 1, 2]
+    assert engine.encode("<s>12", dataclasses.replace(raw, parse_special=True)) == [10, 1, 2]
     assert engine.encode("12") == [10, 9, 1, 2, 9, 7]  # the template writes it itself
+
+
+# In the toy's tokenizer a character that is none of the vocabulary is token 0.
+SPELLED = [0, 0, 0]
+
+
+def test_a_prompt_spells_no_special_token(open_toy: OpenToy) -> None:
+    engine = open_toy(dataclasses.replace(CHATTY, add_bos=True))
+    raw = specrun.GenerateOptions(raw=True)
+    parse = specrun.GenerateOptions(parse_special=True)
+    assert engine.encode("1<s>2", raw) == [10, 1, *SPELLED, 2]
+    assert engine.encode("<s>", raw) == [10, *SPELLED]
+    assert engine.encode("1<s>2") == [10, 9, 1, *SPELLED, 2, 9, 7]
+    assert engine.encode("1<s>2", parse) == [10, 9, 1, 10, 2, 9, 7]
+    assert engine.encode("1", specrun.GenerateOptions(system="<s>3")) == [
+        *(10, 8, *SPELLED, 3, 8),
+        *(9, 1, 9, 7),
+    ]
+    messages = [{"role": "user", "content": "<s>"}, {"role": "assistant", "content": "1<s>"}]
+    assert engine.encode(messages) == [10, 9, *SPELLED, 9, 9, 1, *SPELLED, 9, 7]
+    assert engine.encode(messages, parse) == [10, 9, 10, 9, 9, 1, 10, 9, 7]
+
+
+def test_a_session_spells_no_special_token(open_toy: OpenToy) -> None:
+    session = open_toy(CHATTY).session()
+    session.append("1<s>")
+    assert session.tokens == [10, 9, 1, *SPELLED, 9, 7]
+    session.append("<s>2")
+    session.append("<s>2", specrun.GenerateOptions(parse_special=True))
+    assert session.tokens[8:] == [*SPELLED, 2, 10, 2]
+    session.replace("1<s>")
+    assert session.tokens == [10, 9, 1, *SPELLED, 9, 7]
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt", "plain"),
+    [
+        ("{{ c | trim }}", " 1<s>2 ", [1, *SPELLED, 2]),
+        ("{{ c | upper }}", "1<s>2", [1, *SPELLED, 2]),
+        ("{{ c[:4] }}", "<s>123", [*SPELLED, 1]),
+        ("{{ c[1:] }}", "<s>1", [0, 0, 1]),
+        ("{{ c.split('<s>')[0] }}<s>{{ c.split('<s>')[1] }}", "1<s>2", None),
+        ("{{ c }}<s>{{ c }}", "1<s>", [1, *SPELLED, 10, 1, *SPELLED]),
+        ("{% if c.startswith('<s>') %}<s>{{ c[3:] }}{% endif %}", "<s>1", None),
+        ("{% if '<s>' in c %}5{% endif %}{{ c.replace('<s>', '6') }}", "1<s>2", [5, 1, 6, 2]),
+        ("{{ c.replace('<s>', '<s><s>') }}", "1<s>", [1, *SPELLED * 2]),
+        ("<s>{{ c }}<s>", "<s><s>", [10, *SPELLED * 2, 10]),
+        ("{{ [c] | tojson | length }}", "<s>", [7]),
+        ("{{ c | reverse }}", "<s>1", [1, *SPELLED]),
+        ("{{ c | length }}", "<s>", [3]),
+        ("{% if c | length > 3 %}<s>{% endif %}{{ c }}", "<s>", SPELLED),
+    ],
+)
+def test_templates_that_change_what_they_are_given(
+    open_toy: OpenToy, content: str, prompt: str, plain: list[int] | None
+) -> None:
+    """Told apart, or refused where that is not possible; never a token of the prompt's own."""
+    template = f"{{% set c = messages[0].content %}}{content}"
+    engine = open_toy(dataclasses.replace(CHATTY, chat_template=template))
+    if plain is not None:
+        assert engine.encode(prompt) == plain
+        return
+    try:
+        assert engine.encode(prompt).count(10) <= 1
+    except UsageError as error:
+        assert "spells a special token" in str(error) and "--parse-special" in str(error.hint)
+
+
+def test_spelling_makes_no_difference_where_there_is_none(open_toy: OpenToy) -> None:
+    engine = open_toy(CHATTY)
+    parse = specrun.GenerateOptions(parse_special=True)
+    for text in ("", "12", "<s", "s>", "<\u200bs>", "\ufdd0", "\ue000<t>"):
+        assert engine.encode(text) == engine.encode(text, parse)
 
 
 @pytest.mark.parametrize("prompt", ["", []])

@@ -61,7 +61,10 @@ METHOD = ("drafters", "mtp-drafter")
         (lambda data: data.pop("generation"), "field 'generation' is missing"),
         (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
         (put("generation", "max_context", value=True), "generation.max_context: must be int"),
-        (put("generation", "max_context", value=1), "max_context must be at least 2, got 1"),
+        (
+            put("generation", "max_context", value=1),
+            r"max_context must be in 2\.\..*, got 1",
+        ),
         (put("engines", "target", "kv_dtype", value="bfloat16"), "kv_dtype: must be one of"),
         (put("engines", "target", "precision", value="int3"), "precision: must be one of .*'int4'"),
         (put("engines", "target", "step_bytes", value="1 GB"), "step_bytes: must be int"),

@@ -623,7 +623,23 @@ def test_gguf_that_would_become_another_model_is_refused(tmp_path: Path) -> None
     ("changes", "says"),
     [
         ({"hidden_act": "xyz"}, "makes no model: KeyError: 'xyz'"),
-        ({"hidden_size": -64}, "makes no model: "),
+        ({"hidden_size": -64}, "hidden_size must be in 0..16777216, got -64"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers must be in 0..512, got 10000000"),
+        ({"vocab_size": 10**12}, "vocab_size must be in 0..16777216, got 1000000000000"),
+        ({"num_attention_heads": 10**18}, "num_attention_heads must be in 0.."),
+        ({"num_hidden_layers": 1e300}, "num_hidden_layers must be in 0..512"),
+        ({"rope_theta": float("nan")}, "holds NaN, which is no number of JSON"),
+        ({"hidden_size": 10**30}, "does not fit into 64 bits"),
+        ({"num_hidden_layers": "many"}, "config.json: "),
+        ({"num_hidden_layers": [1]}, "config.json: "),
+        ({"hidden_size": None}, "config.json: "),
+        ({"layer_types": "x" * 100}, "config.json: "),
+        ({"model_type": ["llama"]}, "model type ['llama'] is not supported"),
+        ({"quantization_config": {"quant_method": ["gptq"]}}, "quantization_config in config.json"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": {}}},
+            "quantized already (bits is {})",
+        ),
         ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "foo"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
         ({"quantization_config": "x"}, "quantization_config in config.json must be an object"),
@@ -637,4 +653,5 @@ def test_configurations_that_make_no_model(
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(SourceError) as caught:
         resolve(folder)
-    assert says in str(caught.value) and "config.json" in str(caught.value)
+    assert says in str(caught.value)
+    assert str(folder) in str(caught.value) and caught.value.hint

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from specrun import UsageError
 from specrun.text import BROKEN, Detokenizer, Tokenizer
 
 TEXTS = [
@@ -139,3 +140,73 @@ def test_the_window_stays_short() -> None:
     for id_ in tokenizer.encode("words and more words " * 50, add_special_tokens=False):
         detokenizer.push(id_)
         assert len(detokenizer._window) <= 3
+
+
+# Special tokens that a text spells.
+
+SPELLINGS = ["</s>", "<s>words</s>", "a </s> b", "words </s></s>words", "</S>", "<s> <s>"]
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_spelled_special_tokens_are_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    assert not tokenizer.special_ids & set(ids)
+    # What the vocabulary can write stays; these two lack some of the letters.
+    if tokenizer.byte_ids or tokenizer.id_of("Ġ") is not None:
+        assert tokenizer.decode(ids).replace(" ", "") == text.replace(" ", "")
+    assert tokenizer.special_spans(text)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *SPELLINGS, "", "words<s>", "<s>", "<s>  words  </s> w"])
+def test_parts_with_nothing_plain_are_the_text(tokenizer: Tokenizer, text: str) -> None:
+    """The way around is that of the library itself where nothing has to go around."""
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    size = tokenizer.size
+    assert tokenizer.encode_parts(text, []) == whole
+    assert tokenizer.encode(text, add_special_tokens=False) == whole
+    assert tokenizer.size == size
+
+
+def test_parts_of_which_one_is_plain(tokenizer: Tokenizer) -> None:
+    text = "<s>words</s>words</s>"
+    ids = tokenizer.encode_parts(text, [(8, 12)])
+    assert (ids[0], ids[-1], ids.count(1)) == (0, 1, 1)
+    middle = tokenizer.encode("words</s>words", add_special_tokens=False, parse_special=False)
+    assert tokenizer.decode(ids).strip() == tokenizer.decode(middle).strip()
+
+
+def test_a_word_that_is_a_special_token_is_parted() -> None:
+    """Some models have special tokens as words of their own, and find them in mere text."""
+    vocabulary = {"<s>": 0, "a": 1, "<": 2, "s>": 3, "?": 4}
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer.wrap(made)
+    assert tokenizer.encode("a <s> a", add_special_tokens=False) == [1, 0, 1]
+    assert tokenizer.encode("a <s> a", add_special_tokens=False, parse_special=False) == [
+        *(1, 2, 3, 1)
+    ]
+    assert tokenizer.encode_parts("<s> a <s>", [(6, 9)]) == [0, 1, 2, 3]
+
+
+def test_special_tokens_take_the_space_beside_them() -> None:
+    made = byte_level()
+    made.add_special_tokens([tokenizers.AddedToken("<m>", lstrip=True, rstrip=True)])
+    tokenizer = Tokenizer.wrap(made)
+    for text in ("words <m> words", "<m>  words", "words  <m>", "<m> <m>"):
+        assert tokenizer.encode_parts(text, []) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_stand_in_cannot_be_written() -> None:
+    """What stands in for a special token is made up anew in every process."""
+    first, second = Tokenizer.wrap(byte_level()), Tokenizer.wrap(byte_level())
+    assert first._stand_in(0) != second._stand_in(0)
+    assert first._stand_in(0) == first._stand_in(0)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfff", "\ud83d"])
+def test_halves_of_characters_are_refused(tokenizer: Tokenizer, text: str) -> None:
+    for parse in (True, False):
+        with pytest.raises(UsageError, match="not valid Unicode text") as caught:
+            tokenizer.encode(text, add_special_tokens=False, parse_special=parse)
+        assert caught.value.hint

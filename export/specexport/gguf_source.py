@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specexport import config_sizes
 from specexport.errors import SourceError, WeightsError
 from specexport.gguf_header import Header, TensorEntry
 from specexport.integers import BlockForm, BlockParts, Integers, as_blocks
@@ -55,12 +56,15 @@ def load_config(path: Path, header: Header) -> Any:
         for key, name in GGUF_CONFIG_MAPPING[section].items():
             if name is not None and f"{section}.{key}" in header.metadata:
                 values[name] = header.metadata[f"{section}.{key}"]
-    values.pop("model_type")
+    values.pop("model_type", None)
     values.setdefault("vocab_size", header.metadata.get("tokenizer.ggml.tokens"))
+    config_sizes.check(path, values)
     try:
         return AutoConfig.for_model(ARCHITECTURES[architecture], **values)
     except Exception as error:  # configurations check themselves and raise what they like
-        raise SourceError(f"{path}: its metadata makes no configuration: {error}") from error
+        raise SourceError(
+            f"{path}: its metadata makes no configuration: {error}", hint="download the file again"
+        ) from error
 
 
 def _check_faithful(path: Path, header: Header) -> None:

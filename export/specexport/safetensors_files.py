@@ -8,7 +8,6 @@ from a map took half to two thirds of the time that reading into memory first to
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,12 +17,17 @@ import numpy as np
 
 from specexport.errors import SourceError, WeightsError
 from specexport.weights import Array, Shape
+from specrun.reading import leads_inside, parse_json, read_text, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 BAND_BYTES = 16 << 20  # of a matrix that is read by columns, mapped at a time
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+MAX_HEADER_ITEMS = 4_000_000  # values in it, some eight per tensor
+MAX_AXES = 16
+MAX_NAME = 255  # characters of a shard's name
+READ_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 # Type in the file -> (how it lies there, what rows() returns).
 _DTYPES: dict[str, tuple[str, str]] = {
@@ -109,36 +113,80 @@ class SafeTensor:
 
 def read_header(path: Path) -> dict[str, SafeTensor]:
     """The tensors of one file by name. Raises WeightsError for a damaged or cut file."""
-    size = path.stat().st_size
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        tensors = {
-            name: SafeTensor(
-                path=path,
-                name=name,
-                stored=str(entry["dtype"]),
-                shape=tuple(int(dim) for dim in entry["shape"]),
-                offset=8 + length + int(entry["data_offsets"][0]),
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        for name, tensor in tensors.items():
-            begin, end = header[name]["data_offsets"]
-            if end + 8 + length > size:
-                raise ValueError(f"{name} ends at byte {end + 8 + length}, the file at {size}")
-            known = _DTYPES.get(tensor.stored)
-            if known and prod(tensor.shape) * np.dtype(known[0]).itemsize != end - begin:
-                raise ValueError(f"{name} has {end - begin} bytes for {list(tensor.shape)}")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            header = parse_json(file.read(length), max_items=MAX_HEADER_ITEMS)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is {shown(header)}")
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {}
+        places = []
+        for name, entry in entries.items():
+            tensor, end = _tensor(path, name, entry, 8 + length)
+            if end > size:
+                raise ValueError(f"{shown(name)} ends at byte {end}, the file at {size}")
+            tensors[name] = tensor
+            places.append((tensor.offset, end, name))
+    except (ValueError, KeyError, OSError) as error:
         raise WeightsError(
             f"{path}: not a whole safetensors file: {error}", hint="download the file again"
         ) from error
+    _check_apart(path, sorted(places))
     return tensors
+
+
+def _tensor(path: Path, name: str, entry: Any, data: int) -> tuple[SafeTensor, int]:
+    """One entry of a header whose data begins at byte ``data``, and where its bytes end."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{shown(name)} is {shown(entry)}")
+    stored, shape, places = (entry[field] for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(stored, str) or not _counts(shape) or not _counts(places):
+        raise ValueError(f"{shown(name)} is {shown(entry)}")
+    if len(places) != 2 or places[0] > places[1] or len(shape) > MAX_AXES:
+        raise ValueError(f"{shown(name)} of shape {shown(shape)} lies at {shown(places)}")
+    begin, end = places
+    known = _DTYPES.get(stored)
+    if known and prod(shape) * np.dtype(known[0]).itemsize != end - begin:
+        raise ValueError(f"{shown(name)} has {end - begin} bytes for {shape}")
+    return SafeTensor(path, name, stored, tuple(shape), data + begin), data + end
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_apart(path: Path, places: list[tuple[int, int, str]]) -> None:
+    """Raise WeightsError where bytes belong to two tensors; ``places`` are sorted."""
+    last, before = 0, ""
+    for start, end, name in places:
+        if start < last and start < end:
+            raise WeightsError(
+                f"{path}: not a whole safetensors file: {shown(name)} begins within"
+                f" {shown(before)}",
+                hint="download the file again",
+            )
+        if end > last:
+            last, before = end, name
+
+
+def check_links(folder: Path) -> None:
+    """Raise SourceError for a file of the checkpoint that is a link out of it.
+
+    In the cache of the model hub, which has links of its own, "out" is out of the model's own part
+    of the cache: ``snapshots/COMMIT/file`` leads to ``blobs/NAME`` beside it.
+    """
+    in_cache = folder.resolve().parent.name == "snapshots"
+    root = folder.resolve().parents[1] if in_cache else folder
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READ_SUFFIXES and path.is_symlink() and not leads_inside(path, root):
+            raise SourceError(
+                f"{path}: is a link that leads out of the checkpoint",
+                hint="put the file itself there",
+            )
 
 
 def read_folder(folder: Path) -> dict[str, SafeTensor]:
@@ -177,13 +225,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        data = json.loads(index.read_text(encoding="utf-8"))
+        data = parse_json(read_text(index, MAX_HEADER_BYTES), max_items=MAX_HEADER_ITEMS)
         names = sorted({str(name) for name in data["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index}: not an index of shards: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise WeightsError(
+            f"{index}: not an index of shards: {error}", hint="download the checkpoint again"
+        ) from error
     for name in names:
-        if Path(name).name != name:
-            raise WeightsError(f"{index}: shard {name!r} is not a file name of this folder")
+        if Path(name).name != name or not name.isprintable() or len(name) > MAX_NAME:
+            raise WeightsError(
+                f"{index}: shard {shown(name)} is not a file name of this folder",
+                hint="download the checkpoint again",
+            )
         if not (index.parent / name).is_file():
             raise WeightsError(
                 f"{index.parent}: the index lists {name}, it is missing",

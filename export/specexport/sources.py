@@ -8,26 +8,37 @@ that order; write ``./name`` for a folder that is called like a preset. A hub id
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexport import gguf_header, gguf_source, hub, naming, prequantized, presets, tokenizer_files
+from specexport import (
+    config_sizes,
+    gguf_header,
+    gguf_source,
+    hub,
+    naming,
+    prequantized,
+    presets,
+    tokenizer_files,
+)
 from specexport.errors import SourceError, WeightsError
 from specexport.prequantized import Scheme
-from specexport.safetensors_files import read_folder, weight_files
+from specexport.safetensors_files import check_links, read_folder, weight_files
 from specexport.tokenizer_files import TokenizerInfo
 from specexport.weights import StoredTensor, Weights
 from specgraphs import families
+from specrun.reading import parse_json, read_text, shown
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 CONFIG = "config.json"
+MAX_CONFIG_BYTES = 4 << 20
+AS_PUBLISHED = "the file must be as the model's authors published it"
 GENERATION = "generation_config.json"
 QUANTIZATION = "quantization_config"
 MULTIMODAL = ("gemma3", "gemma4", "gemma4_unified")  # of these the text model is exported
@@ -267,7 +278,9 @@ def _from_folder(
             if gguf
             else "give a checkpoint folder as save_pretrained() writes it",
         )
+    check_links(folder)
     raw = _read_json(config_file)
+    config_sizes.check(config_file, raw)
     _check_supported(str(folder), raw)
     scheme = _scheme(str(folder), raw)
     if not config_only:
@@ -289,14 +302,14 @@ def _from_folder(
 
 def _model_of(file: Path, full_config: Any, config: Any) -> PreTrainedModel:
     """The model without weights. Raises SourceError where the configuration makes none."""
-    if int(config.num_hidden_layers) < 1:
-        raise SourceError(f"{file}: num_hidden_layers must be at least 1")
     try:
+        if int(config.num_hidden_layers) < 1:
+            raise ValueError("num_hidden_layers must be at least 1")
         return naming.meta_model(*_class_and_config(full_config, config))
     except Exception as error:  # modules check their sizes and names, or fail on them, as they like
         raise SourceError(
             f"{file}: makes no model: {type(error).__name__}: {error}",
-            hint="config.json must be as the model's authors published it",
+            hint=AS_PUBLISHED,
         ) from error
 
 
@@ -328,8 +341,7 @@ def _filled(
 def _from_gguf(path: Path, name: str) -> Source:
     header = gguf_header.read(path)
     config = gguf_source.load_config(path, header)
-    cls, config = _class_and_config(config, config)
-    weights = gguf_source.map_weights(path, header, naming.meta_model(cls, config))
+    weights = gguf_source.map_weights(path, header, _model_of(path, config, config))
     return Source(name, None, path, config, config, _generation(config, config), weights)
 
 
@@ -347,7 +359,7 @@ def _load_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # configurations check themselves and raise what they like
-        raise SourceError(f"{folder / CONFIG}: {error}") from error
+        raise SourceError(f"{folder / CONFIG}: {error}", hint=AS_PUBLISHED) from error
     for part in (config, config.get_text_config()):
         vars(part).pop(QUANTIZATION, None)  # what is traced is the model in floats
     return config
@@ -368,7 +380,7 @@ def _check_supported(where: str, raw: dict[str, Any]) -> None:
     model_type = raw.get("model_type")
     if model_type not in supported_model_types():
         raise SourceError(
-            f"{where}: model type {model_type!r} is not supported",
+            f"{where}: model type {shown(model_type)} is not supported",
             hint=f"supported: {', '.join(supported_model_types())}",
         )
 
@@ -380,9 +392,16 @@ def _scheme(where: str, raw: dict[str, Any]) -> Scheme | None:
     if not found:
         return None
     if not isinstance(found, dict):
-        raise SourceError(f"{where}: {QUANTIZATION} in {CONFIG} must be an object, is {found!r}")
+        raise SourceError(
+            f"{where}: {QUANTIZATION} in {CONFIG} must be an object, is {shown(found)}",
+            hint=AS_PUBLISHED,
+        )
     try:
         return prequantized.scheme(found)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise SourceError(
+            f"{where}: {QUANTIZATION} in {CONFIG} is none: {error}", hint=AS_PUBLISHED
+        ) from error
     except prequantized.NotReadError as error:
         raise SourceError(
             f"{where}: the checkpoint is quantized already ({error})",
@@ -420,9 +439,9 @@ def quiet() -> Iterator[None]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{path}: not JSON: {error}") from error
+        data = parse_json(read_text(path, MAX_CONFIG_BYTES))
+    except (ValueError, OSError) as error:
+        raise SourceError(f"{path}: {error}", hint=AS_PUBLISHED) from error
     if not isinstance(data, dict):
-        raise SourceError(f"{path}: must be a JSON object")
+        raise SourceError(f"{path}: must be a JSON object, is {shown(data)}", hint=AS_PUBLISHED)
     return data

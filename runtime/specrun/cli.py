@@ -18,6 +18,7 @@ from specrun.cli_errors import reports_errors
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
 from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Integrity, Verify
+from specrun.reading import printable
 
 if TYPE_CHECKING:
     from specrun.doctor import Report
@@ -122,6 +123,11 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 @click.option("--prompt-file", help="Read the prompt from this file; - for stdin.")
 @click.option("--system", default=GENERATE.system, help="System message for the chat template.")
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
+@click.option(
+    "--parse-special",
+    is_flag=True,
+    help="Special tokens that the prompt spells count as such; else they are text.",
+)
 @click.option(
     "--method",
     type=click.Choice(METHODS),
@@ -534,7 +540,7 @@ def _report_table(report: Report) -> str:
 
 def _table(lines: dict[str, str]) -> str:
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+    return printable("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
 
 main.add_command(tune)

@@ -14,6 +14,7 @@ import click
 
 from specrun.errors import ContextFull, SpecrunError, UsageError
 from specrun.options import EngineOptions, GenerateOptions
+from specrun.reading import printable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,9 +56,9 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except SpecrunError as error:
             # Others speak of files, whose fields may have the same names.
             request = isinstance(error, (UsageError, ContextFull))
-            click.echo(f"Error: {with_flags(str(error), request=request)}", err=True)
+            click.echo(f"Error: {_shown(str(error), request=request)}", err=True)
             if error.hint:
-                click.echo(f"hint: {with_flags(error.hint, request=request)}", err=True)
+                click.echo(f"hint: {_shown(error.hint, request=request)}", err=True)
             raise SystemExit(2 if isinstance(error, UsageError) else 1) from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -72,6 +73,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise SystemExit(1) from error
 
     return wrapped
+
+
+def _shown(message: str, *, request: bool) -> str:
+    """With flags, and without what a terminal would obey: names may come from anywhere."""
+    return printable(with_flags(message, request=request))
 
 
 def with_flags(message: str, *, request: bool = True) -> str:

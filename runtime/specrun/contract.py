@@ -46,6 +46,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from specrun.limits import (
+    MAX_CONTEXT,
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_LAYERS,
+    check_all,
+)
+
 
 class DType(StrEnum):
     """Element types that cross the border of an engine."""
@@ -173,11 +181,15 @@ class KvLayer:
     window: int | None
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.layer < 0 or (self.window is not None and self.window < 1):
-            raise ValueError(f"layer {self.layer} with window {self.window} cannot be")
+        check_all(
+            vars(self),
+            {
+                "layer": (0, MAX_LAYERS),
+                "heads": (1, MAX_HEADS),
+                "head_size": (1, MAX_HEAD_SIZE),
+                "window": (1, MAX_CONTEXT),
+            },
+        )
 
     def spec(self, name: str, dtype: DType) -> TensorSpec:
         """The buffer as a tensor called ``name``."""
@@ -234,6 +246,14 @@ class SplitContract:
     per_layer_size: int | None = None
 
     def __post_init__(self) -> None:
+        check_all(
+            vars(self),
+            {
+                "layers": (1, MAX_LAYERS),
+                "shared_from": (0, MAX_LAYERS),
+                "per_layer_size": (1, MAX_HEAD_SIZE),
+            },
+        )
         if not 1 <= self.early_exit <= self.layers:
             raise ValueError(f"early_exit must be in 1..{self.layers}, got {self.early_exit}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+MIN_SECONDS, MAX_SECONDS = 1e-9, 1e6  # of a step; less and more are no measurement
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -23,11 +25,12 @@ class StepCosts:
     def __post_init__(self) -> None:
         if not self.verify_seconds:
             raise ValueError("verify_seconds must not be empty")
-        for value in (*self.draft_seconds.values(), *self.verify_seconds.values()):
-            if not 0 <= value < float("inf"):
+        extra = (self.round_seconds, self.catch_up_seconds)
+        for value in (*self.draft_seconds.values(), *self.verify_seconds.values(), *extra):
+            if not 0 <= value <= MAX_SECONDS:
                 raise ValueError(f"seconds must be 0 or more, got {value}")
-        if min(self.verify_seconds.values()) == 0:
-            raise ValueError("verify_seconds must be above 0")
+        if min(self.verify_seconds.values()) < MIN_SECONDS:
+            raise ValueError(f"verify_seconds must be at least {MIN_SECONDS:g}")
 
     def draft(self, count: int) -> float:
         """Seconds of a round's drafting of ``count`` tokens."""

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from specrun.reading import shown
+
 T = TypeVar("T")
 
 
@@ -24,11 +26,11 @@ def decode(cls: type[T], data: object, path: str = "") -> T:
     """
     where = path or "(top level)"
     if not isinstance(data, Mapping):
-        raise DecodeError(f"{where}: must be an object, got {_show(data)}")
+        raise DecodeError(f"{where}: must be an object, got {shown(data)}")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in data:
         if name not in fields:
-            raise DecodeError(f"{where}: field must be one of {sorted(fields)}, got {name!r}")
+            raise DecodeError(f"{where}: field must be one of {sorted(fields)}, got {shown(name)}")
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
     for name, field in fields.items():
@@ -66,14 +68,14 @@ def _value(hint: Any, data: object, path: str) -> Any:
     if origin is dict:
         key_hint, item_hint = get_args(hint)
         if not isinstance(data, Mapping):
-            raise DecodeError(f"{path}: must be an object, got {_show(data)}")
+            raise DecodeError(f"{path}: must be an object, got {shown(data)}")
         return {
-            _value(key_hint, key, f"{path} key"): _value(item_hint, item, f"{path}.{key}")
+            _value(key_hint, key, f"{path} key"): _value(item_hint, item, f"{path}.{_step(key)}")
             for key, item in data.items()
         }
     if origin is typing.Literal:
         if data not in get_args(hint) or isinstance(data, bool):
-            raise DecodeError(f"{path}: must be one of {list(get_args(hint))}, got {_show(data)}")
+            raise DecodeError(f"{path}: must be one of {list(get_args(hint))}, got {shown(data)}")
         return data
     if hint is Any:
         return data
@@ -82,7 +84,7 @@ def _value(hint: Any, data: object, path: str) -> Any:
             return hint(data)
         except ValueError:
             choices = [member.value for member in hint]
-            raise DecodeError(f"{path}: must be one of {choices}, got {_show(data)}") from None
+            raise DecodeError(f"{path}: must be one of {choices}, got {shown(data)}") from None
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return decode(hint, data, path)
     return _scalar(typing.cast(type, hint), data, path)
@@ -99,12 +101,12 @@ def _union(choices: tuple[Any, ...], data: object, path: str) -> Any:
             return _value(choice, data, path)
         except DecodeError as error:
             errors.append(str(error))
-    raise DecodeError(errors[0] if len(errors) == 1 else f"{path}: got {_show(data)}")
+    raise DecodeError(errors[0] if len(errors) == 1 else f"{path}: got {shown(data)}")
 
 
 def _tuple(args: tuple[Any, ...], data: object, path: str) -> tuple[Any, ...]:
     if not isinstance(data, (list, tuple)):
-        raise DecodeError(f"{path}: must be a list, got {_show(data)}")
+        raise DecodeError(f"{path}: must be a list, got {shown(data)}")
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(_value(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
     if len(data) != len(args):
@@ -119,10 +121,11 @@ def _scalar(hint: type, data: object, path: str) -> Any:
         return float(typing.cast(float, data))
     right = isinstance(data, hint) and (hint is bool or not isinstance(data, bool))
     if not right:
-        raise DecodeError(f"{path}: must be {hint.__name__}, got {_show(data)}")
+        raise DecodeError(f"{path}: must be {hint.__name__}, got {shown(data)}")
     return data
 
 
-def _show(data: object) -> str:
-    text = repr(data)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _step(key: object) -> str:
+    """A key in the path of a message."""
+    text = str(key)
+    return text if len(text) <= 60 and text.isprintable() else shown(text)

@@ -19,6 +19,7 @@ from specrun.drafters.base import Drafter
 from specrun.errors import ContextFull, UsageError
 from specrun.generation import Generation
 from specrun.lane import Lane, Resources
+from specrun.limits import MAX_TEMPLATE_BYTES
 from specrun.loop import OnRound, Progress
 from specrun.options import EngineOptions, GenerateOptions, build
 from specrun.process import NotCopied, Turn, check_process
@@ -58,9 +59,9 @@ class Engine(NotCopied):
         )
         self.options = resolve_engine(options, self.manifest)
         spec = self.manifest.tokenizer
-        self.tokenizer = Tokenizer(self.folder / spec.file)
+        self.tokenizer = Tokenizer(self.folder / spec.file, vocab_size=spec.vocab_size)
         self.chat_template = (
-            (self.folder / spec.chat_template).read_text(encoding="utf-8")
+            manifest.read_listed(self.folder / spec.chat_template, MAX_TEMPLATE_BYTES, self.folder)
             if spec.chat_template is not None
             else None
         )
@@ -239,10 +240,13 @@ class Engine(NotCopied):
         self.check_room(len(tokens))
         return tokens
 
-    def encode_more(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of what follows a text: no special tokens, no template. Raises UsageError."""
+    def encode_more(
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None
+    ) -> list[int]:
+        """Token ids of what follows a text: no bos, no template. Raises UsageError."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=False)
+            parse = options is not None and options.parse_special
+            return self.tokenizer.encode(prompt, add_special_tokens=False, parse_special=parse)
         return check_ids(prompt, self.manifest.target_engine.vocab_size)
 
     def check_room(self, length: int) -> None:

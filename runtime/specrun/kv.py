@@ -56,7 +56,7 @@ class KvBuffers:
             for part in Part:
                 name = past(layer.layer, part)
                 shape = (self.batch, layer.heads, capacity, layer.head_size)
-                array = arrays[name] = np.zeros(shape, dtype=self.dtype)
+                array = arrays[name] = _zeros(name, shape, self.dtype)
                 old = self.arrays.get(name)
                 if old is not None:
                     for row, length in enumerate(self.lengths):
@@ -138,3 +138,13 @@ class KvBuffers:
         lengths = self.lengths.tolist()
         if min(lengths) < 0 or max(lengths) > self.capacity:
             raise RuntimeError(f"lengths {lengths} in capacity {self.capacity}")
+
+
+def _zeros(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    try:
+        return np.zeros(shape, dtype=dtype)
+    except (MemoryError, ValueError) as error:
+        raise ContextFull(
+            f"{name}: there is no memory for a KV buffer of shape {list(shape)}",
+            hint="open the folder with a smaller max_context",
+        ) from error

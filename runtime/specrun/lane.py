@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from specrun import ort
+from specrun import graph_file, ort
 from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
 from specrun.drafters.base import Drafter
 from specrun.drafters.mtp_layers import MtpLayersDrafter
@@ -66,8 +66,10 @@ class Resources:
         if name not in self._sessions:
             spec = self.manifest.engines[name]
             assert self.options.threads is not None, "resolved when the folder was opened"
+            path = self.folder / spec.file
+            graph_file.check(path, self.folder, self.manifest.sizes)
             self._sessions[name] = ort.open_session(
-                self.folder / spec.file,
+                path,
                 spec,
                 threads=self.options.threads,
                 device=self.options.device,

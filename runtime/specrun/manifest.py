@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
-from specrun import contract
+from specrun import contract, defaults, limits, reading
 from specrun.contract import (
     BACK_ENGINE,
     FRONT_ENGINE,
@@ -27,8 +28,9 @@ from specrun.contract import (
     TensorSpec,
 )
 from specrun.decode import DecodeError, decode, encode
-from specrun.errors import FolderError
+from specrun.errors import FolderError, UsageError
 from specrun.options import ScheduleName
+from specrun.reading import ReadingError, leads_inside, parse_json, shown
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -65,8 +67,8 @@ class TokenizerSpec:
     special_tokens: dict[str, str]
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        limits.check_within("vocab_size", self.vocab_size, 1, limits.MAX_VOCABULARY)
+        limits.check_sha256("sha256", self.sha256)
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,7 @@ class Generation:
     defaults: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.max_context < 2:
-            raise ValueError(f"max_context must be at least 2, got {self.max_context}")
+        limits.check_within("max_context", self.max_context, 2, limits.MAX_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,7 @@ class MtpContract:
     candidates: int
 
     def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ValueError(f"candidates must be at least 1, got {self.candidates}")
+        limits.check_within("candidates", self.candidates, 1, limits.MAX_CANDIDATES)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class MtpLayerContract:
     reapply: bool
 
     def __post_init__(self) -> None:
+        limits.check_within("num_layers", self.num_layers, 1, limits.MAX_LAYERS)
         if not 0 <= self.layer < self.num_layers:
             raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {self.layer}")
         if (self.layer == 0) != (self.hidden == "target_after_norm"):
@@ -197,6 +198,16 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if (self.backend == "torch") != (not self.file):
             raise ValueError(f"file: is empty with backend torch only, got {self.file!r}")
+        limits.check_all(
+            vars(self) | {"kv_bytes_per_token": self.kv_bytes_per_token},
+            {
+                "hidden_size": (1, limits.MAX_HIDDEN_SIZE),
+                "vocab_size": (1, limits.MAX_VOCABULARY),
+                "kv_bytes_per_token": (0, limits.MAX_KV_BYTES),
+                "step_bytes": (0, limits.MAX_BYTES),
+                "exact_rows": (1, limits.MAX_CONTEXT),
+            },
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -226,6 +237,10 @@ class DrafterSpec:
     tokenizer: TokenizerSpec | None = None
 
     def __post_init__(self) -> None:
+        for name in ("target_sha256", "tokenizer_sha256"):
+            limits.check_sha256(name, getattr(self, name))
+        limits.check_within("max_num_draft", self.max_num_draft, 1, limits.MAX_DRAFTS)
+        limits.check_within("max_context", self.max_context, 2, limits.MAX_CONTEXT)
         most = self.max_num_draft
         least = "at least 1" if most is None else f"in 1..{most}"
         if self.num_assistant_tokens < 1 or (most or self.num_assistant_tokens) < (
@@ -245,9 +260,9 @@ class FileEntry:
     sha256: str
 
     def __post_init__(self) -> None:
-        path = PurePosixPath(self.path)
-        if path.is_absolute() or ".." in path.parts or "\\" in self.path or not path.parts:
-            raise ValueError(f"path must stay inside the folder, got {self.path!r}")
+        limits.check_path(self.path)
+        limits.check_within("size", self.size, 0, limits.MAX_BYTES)
+        limits.check_sha256("sha256", self.sha256)
 
 
 @dataclass(frozen=True)
@@ -295,6 +310,12 @@ class QualityReport:
     perplexity: float
     argmax_agreement: float
 
+    def __post_init__(self) -> None:
+        if self.reference_perplexity <= 0:
+            raise ValueError(
+                f"reference_perplexity must be above 0, got {self.reference_perplexity}"
+            )
+
     @property
     def loss(self) -> float:
         """How much larger the perplexity is, as a share."""
@@ -321,6 +342,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if not {TARGET_ENGINE, FRONT_ENGINE} & self.engines.keys():
             raise DecodeError("engines: field 'target' is missing")
+        self._check_files()
         listed = {entry.path for entry in self.files}
         tokenizers = [self.tokenizer, *(d.tokenizer for d in self.drafters.values() if d.tokenizer)]
         wanted = {engine.file for engine in self.engines.values() if engine.backend != "torch"}
@@ -329,6 +351,10 @@ class Manifest:
         if missing := sorted(wanted - listed):
             raise DecodeError(f"files: {missing[0]!r} is used and not listed")
         for spec in tokenizers:
+            if self._entry(spec.file).size > limits.MAX_TOKENIZER_BYTES:
+                raise DecodeError(
+                    f"files: {spec.file!r} must have at most {limits.MAX_TOKENIZER_BYTES} bytes"
+                )
             if self._sha256(spec.file) != spec.sha256:
                 raise DecodeError(f"tokenizer.sha256: is not that of {spec.file}")
         for name, engine in self.engines.items():
@@ -364,6 +390,11 @@ class Manifest:
         parts = (self.engines.get(name) for name in (TARGET_ENGINE, FRONT_ENGINE, BACK_ENGINE))
         return tuple(kv for part in parts if part is not None for kv in part.kv)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of the folder by its path in it."""
+        return {entry.path: entry.size for entry in self.files}
+
     def _check_parts(self) -> None:
         """A target in parts has all of them, cut at the same place."""
         front = self.engines.get(FRONT_ENGINE)
@@ -395,6 +426,10 @@ class Manifest:
         for name, value in ids:
             if value is not None and not 0 <= value < vocab:
                 raise DecodeError(f"generation.{name}: must be in 0..{vocab - 1}, got {value}")
+        try:
+            defaults.check(given.defaults, vocab)
+        except UsageError as error:
+            raise DecodeError(f"generation.defaults.{error}") from error
 
     def _check_drafter(self, method: str, drafter: DrafterSpec) -> None:
         """Its engines are there and made for this target."""
@@ -459,8 +494,19 @@ class Manifest:
         if {kv.layer for kv in drafter.kv} != set(drafter.mtp.kv_map.values()):
             raise DecodeError(f"{where}.mtp.kv_map: must name the layers in kv")
 
+    def _check_files(self) -> None:
+        """Every name once, also on disks that do not tell upper from lower case."""
+        seen: dict[str, str] = {}
+        for entry in self.files:
+            other = seen.setdefault(entry.path.casefold(), entry.path)
+            if other is not entry.path:
+                raise DecodeError(f"files: {entry.path!r} and {other!r} are the same name")
+
+    def _entry(self, path: str) -> FileEntry:
+        return next(entry for entry in self.files if entry.path == path)
+
     def _sha256(self, path: str) -> str:
-        return next(entry.sha256 for entry in self.files if entry.path == path)
+        return self._entry(path).sha256
 
 
 Io = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
@@ -547,6 +593,11 @@ def _check_engine(name: str, engine: EngineSpec) -> None:
         raise DecodeError(f"engines.{name}.role: {engine.role.value!r} cannot be run")
     if engine.backend == "torch" and name != TARGET_ENGINE:
         raise DecodeError(f"engines.{name}.backend: PyTorch runs the whole target only")
+    layers = [kv.layer for kv in engine.kv]
+    if len(set(layers)) != len(layers):
+        raise DecodeError(f"engines.{name}.kv: every layer must come once, got {shown(layers)}")
+    if not layers and engine.role not in (Role.BACK, Role.HEAD):
+        raise DecodeError(f"engines.{name}.kv: must hold a layer, got []")
     inputs, outputs = expected_io(engine)
     for what, wanted, got in (
         ("inputs", inputs, engine.inputs),
@@ -568,9 +619,9 @@ def dumps(manifest: Manifest) -> str:
 def loads(text: str, name: str = MANIFEST) -> Manifest:
     """Parse and check a manifest. Raises FolderError naming ``name`` and the field."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FolderError(f"{name}: not JSON: {error}", hint=REEXPORT) from error
+        data = parse_json(text)
+    except ReadingError as error:
+        raise FolderError(f"{name}: {error}", hint=REEXPORT) from error
     version = data.get("format") if isinstance(data, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise FolderError(
@@ -578,7 +629,7 @@ def loads(text: str, name: str = MANIFEST) -> Manifest:
             hint="upgrade specrun",
         )
     if version != FORMAT:
-        raise FolderError(f"{name}: format: must be {FORMAT}, got {version!r}", hint=REEXPORT)
+        raise FolderError(f"{name}: format: must be {FORMAT}, got {shown(version)}", hint=REEXPORT)
     try:
         return decode(Manifest, data)
     except DecodeError as error:
@@ -600,36 +651,49 @@ def read(
     path = folder / MANIFEST
     if not folder.is_dir():
         raise FolderError(f"{folder}: no such folder", hint="give the folder specexport wrote")
-    if not path.is_file():
+    if not path.exists():
         raise FolderError(
             f"{folder}: no {MANIFEST} in it", hint="give the folder that specexport --out wrote"
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FolderError(f"{path}: not UTF-8 text: {error}", hint=REEXPORT) from error
+    text = read_listed(path, limits.MAX_MANIFEST_BYTES, folder)
     manifest = loads(text, str(path))
     drafting = {name for drafter in manifest.drafters.values() for name in drafter.engines}
     optional = {manifest.engines[name].file for name in drafting if drafters_may_miss}
     for entry in manifest.files:
-        if entry.path in optional and not (folder / entry.path).exists():
+        if entry.path in optional and not os.path.lexists(folder / entry.path):
             continue
         _check_file(folder, entry, integrity)
     return manifest
 
 
+def read_listed(path: Path, limit: int, folder: Path) -> str:
+    """The text of a small file of the engine ``folder``. Raises FolderError."""
+    try:
+        return reading.read_text(path, limit, inside=folder)
+    except ReadingError as error:
+        raise FolderError(f"{path}: {error}", hint=REEXPORT) from error
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be read: {error.strerror}", hint=REEXPORT) from error
+
+
 def _check_file(folder: Path, entry: FileEntry, integrity: str) -> None:
     path = folder / entry.path
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise FolderError(f"{path}: the manifest lists it, it is missing", hint=REEXPORT)
-    if not path.resolve().is_relative_to(folder.resolve()):
+    if not leads_inside(path, folder):
         raise FolderError(f"{path}: leads out of the engine folder", hint=REEXPORT)
+    if not path.is_file():
+        raise FolderError(f"{path}: is no regular file", hint=REEXPORT)
     size = path.stat().st_size
     if size != entry.size:
         raise FolderError(f"{path}: must have {entry.size} bytes, has {size}", hint=REEXPORT)
     if integrity == "quick" and size >= HASH_ALWAYS_BELOW:
         return
-    if (digest := sha256_of(path)) != entry.sha256:
+    try:
+        digest = sha256_of(path)
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be read: {error.strerror}", hint=REEXPORT) from error
+    if digest != entry.sha256:
         raise FolderError(
             f"{path}: changed since the export: sha256 must be {entry.sha256[:12]}…,"
             f" is {digest[:12]}…",

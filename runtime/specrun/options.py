@@ -141,6 +141,8 @@ class GenerateOptions:
     ``stop``: strings that end the text; they are not part of it.
     ``raw``: take a text prompt as it is, without the chat template.
     ``system``: system message for the chat template.
+    ``parse_special``: special tokens that the prompt spells ("<eos>") count as such; else they are
+    text, and only those that the chat template writes count.
     ``strict``: a drafter that fails is an error instead of plain decoding with a warning, and so is
     an engine of the target for which PyTorch would stand in.
     ``timeout``: seconds after which the generation ends with what it has, within a round or a chunk
@@ -172,12 +174,13 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     raw: bool = False
     system: str | None = None
+    parse_special: bool = False
     strict: bool = False
     timeout: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
-        for name in ("raw", "strict", "do_sample"):
+        for name in ("raw", "parse_special", "strict", "do_sample"):
             _truth(name, getattr(self, name), optional=name == "do_sample")
         if self.system is not None and not isinstance(self.system, str):
             raise UsageError(f"system: must be a text, got {self.system!r}", hint="give a string")

@@ -68,13 +68,19 @@ def open_session(
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_cpu_mem_arena = False  # which keeps what it ever took
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        # Its fallback to other providers, which it would print, is none that we would take.
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=[provider], enable_fallback=0
+        )
     except Exception as error:
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
     used = session.get_providers()[0]
     if used != provider:
         raise DeviceError(f"{path}: runs on {used} instead of {provider}", hint="use --device cpu")
-    check_io(session, engine, path.name)
+    try:
+        check_io(session, engine, path.name)
+    except UnicodeDecodeError as error:  # in a name
+        raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
     return session
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from specrun import chat
-from specrun.errors import UsageError
-from specrun.manifest import Manifest
+from specrun.contents import special_spans
+from specrun.errors import FolderError, UsageError
+from specrun.manifest import REEXPORT, Manifest
 from specrun.options import GenerateOptions
 from specrun.text import Tokenizer
 
@@ -36,7 +38,8 @@ def encode_prompt(
 
     Text goes through the chat template where the folder has one and ``options.raw`` is not set;
     messages always do; ids are taken as they are. An empty prompt is the beginning-of-text token.
-    Raises UsageError.
+    Special tokens that a prompt spells are text unless ``options.parse_special`` is set; those that
+    the template writes always count. Raises UsageError.
     """
     if isinstance(prompt, str):
         ids = _encode_text(prompt, options, tokenizer, template, manifest)
@@ -58,10 +61,11 @@ def encode_prompt(
             )
         messages = [item for item in items if isinstance(item, Mapping)]
         if items and len(messages) == len(items):
-            ids = _encode_messages(messages, tokenizer, template, manifest)
+            ids = _encode_messages(messages, options, tokenizer, template, manifest)
         else:
             ids = check_ids(items, vocab_size)
     if ids:
+        _check_known(ids, vocab_size, manifest)
         return ids
     if manifest.generation.bos_token_id is None:
         raise UsageError(
@@ -85,10 +89,10 @@ def _encode_text(
         messages = [{"role": "user", "content": text}]
         if options.system is not None:
             messages.insert(0, {"role": "system", "content": options.system})
-        return _encode_messages(messages, tokenizer, template, manifest)
+        return _encode_messages(messages, options, tokenizer, template, manifest)
     if not text:
         return []
-    ids = tokenizer.encode(text, add_special_tokens=True)
+    ids = tokenizer.encode(text, add_special_tokens=True, parse_special=options.parse_special)
     bos = manifest.generation.bos_token_id
     if manifest.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
         ids.insert(0, bos)
@@ -97,6 +101,7 @@ def _encode_text(
 
 def _encode_messages(
     messages: Sequence[chat.Message],
+    options: GenerateOptions,
     tokenizer: Tokenizer,
     template: str | None,
     manifest: Manifest,
@@ -105,9 +110,29 @@ def _encode_messages(
         raise UsageError(
             "prompt: messages need a chat template, this folder has none", hint="give a text"
         )
-    text = chat.render(template, messages, manifest.tokenizer.special_tokens)
+    now = datetime.datetime.now()
+
+    def render(given: Sequence[chat.Message]) -> str:
+        return chat.render(template, given, manifest.tokenizer.special_tokens, now=now)
+
+    text = render(messages)
     # The template writes the special tokens itself, the first one included.
-    return tokenizer.encode(text, add_special_tokens=False)
+    if options.parse_special:
+        return tokenizer.encode(text, add_special_tokens=False)
+    spans = special_spans(text, messages, render, tokenizer)
+    if not spans:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_parts(text, spans)
+
+
+def _check_known(ids: Sequence[int], vocab_size: int, manifest: Manifest) -> None:
+    """Ids of the target, or of its tokenizer, which may be padded apart."""
+    most = max(vocab_size, manifest.tokenizer.vocab_size)
+    if max(ids) >= most:
+        raise FolderError(
+            f"{manifest.tokenizer.file}: gives the token id {max(ids)} of {most} tokens",
+            hint=REEXPORT,
+        )
 
 
 def check_ids(items: Sequence[Any], vocab_size: int) -> list[int]:

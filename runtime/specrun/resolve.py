@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, cast
 
+from specrun.defaults import DEFAULTS
 from specrun.errors import UsageError
 from specrun.manifest import DraftMethod, Manifest
 from specrun.options import (
-    DEFAULT_MAX_NEW_TOKENS,
     DEFAULT_NUM_ASSISTANT_TOKENS,
     SAMPLING_ONLY,
     EngineOptions,
@@ -30,18 +30,6 @@ HOW: dict[str, str] = {
 NEEDS_Q = "needs the drafter's own distribution over the target's vocabulary"
 NO_Q = {"plain": "there is none", "prompt-lookup": "it has none", "universal": "it has another"}
 
-# Options of generation_config.json that are honoured, and what they are where it has none.
-DEFAULTS: dict[str, Any] = {
-    "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
-    "temperature": 1.0,
-    "top_k": None,
-    "top_p": None,
-    "min_p": None,
-    "typical_p": None,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_new_tokens": 0,
-}
 # Those that change no text, or only say what is so anyway.
 HARMLESS = {
     "do_sample", "use_cache", "cache_implementation", "return_dict_in_generate", "max_length",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import cast
 
@@ -86,7 +87,7 @@ class Schedules:
     def _find(self) -> Entry | str:
         if self._options.exact:
             return "in exact mode they are learned: specrun tune measures without it"
-        if not self._required and not self._path.exists():
+        if not self._required and not os.path.lexists(self._path):
             return f"{self._path} is not there: run specrun tune"
         assert self._options.threads is not None, "resolved when the folder was opened"
         machine = tuning.this_machine(
@@ -94,5 +95,7 @@ class Schedules:
             device=self._options.device,
             onnxruntime=onnxruntime.__version__,
         )
-        found = tuning.read(self._path).find(machine, tuning.engine_hashes(self._manifest))
+        inside = None if self._required else self._path.parent
+        read = tuning.read(self._path, inside=inside)
+        found = read.find(machine, tuning.engine_hashes(self._manifest))
         return f"{self._path}: {found}" if isinstance(found, str) else found

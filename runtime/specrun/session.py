@@ -44,17 +44,19 @@ class Session(NotCopied):
         """Everything so far: prompts and generated tokens, end ids too."""
         return list(self._committed)
 
-    def append(self, prompt: str | Sequence[int]) -> None:
+    def append(self, prompt: str | Sequence[int], options: GenerateOptions | None = None) -> None:
         """Add text or token ids. It is read by the target with the next generation.
 
         The first prompt of a session is encoded as by :meth:`specrun.Engine.generate`, text after
-        it as it stands, without special tokens or template. Raises UsageError; ContextFull where
-        it leaves no room for a new token.
+        it as it stands, without bos or template. Special tokens that it spells are text, unless
+        ``options.parse_special`` is set. Raises UsageError; ContextFull where it leaves no room for
+        a new token.
         """
         with self._engine.held():
             _, progress = self._open()
             committed = progress.committed
-            new = self._engine.encode_more(prompt) if committed else self._engine.encode(prompt)
+            encode = self._engine.encode_more if committed else self._engine.encode
+            new = encode(prompt, options)
             self._engine.check_room(len(committed) + len(new))
             committed += new
 

@@ -19,11 +19,14 @@ from pathlib import Path
 from specrun.costs import StepCosts, interpolate
 from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError
+from specrun.limits import MAX_CONTEXT, MAX_TUNING_BYTES, check_within
 from specrun.manifest import Manifest
+from specrun.reading import ReadingError, parse_json, read_text, shown
 
 FORMAT = 1
 TUNING = "tuning.json"
 AGAIN = "run specrun tune again"
+MAX_ROWS = 1 << 16  # that a step can have been measured with
 
 Points = tuple[tuple[int, float], ...]  # tokens or rows -> seconds
 
@@ -49,6 +52,9 @@ class MethodCosts:
     catch_up_seconds: float
 
     def __post_init__(self) -> None:
+        check_within("context_length", self.context_length, 0, MAX_CONTEXT)
+        for count, _ in (*self.draft_seconds, *self.verify_seconds):
+            check_within("a number of tokens or rows", count, 0, MAX_ROWS)
         self.step_costs()
 
     def step_costs(self) -> StepCosts:
@@ -126,21 +132,22 @@ def this_machine(*, threads: int, device: str, onnxruntime: str) -> Machine:
     return Machine(_cpu(), threads, device, onnxruntime)
 
 
-def read(path: Path) -> Tuning:
-    """Read a tuning file. Raises FolderError where it is not there or not one."""
+def read(path: Path, *, inside: Path | None = None) -> Tuning:
+    """Read a tuning file. Raises FolderError where it is not there or not one.
+
+    ``inside``: the folder that it must not lead out of.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_text(path, MAX_TUNING_BYTES, inside=inside))
     except OSError as error:
         raise FolderError(f"{path}: {error.strerror}", hint="run specrun tune first") from error
-    except (ValueError, RecursionError) as error:
-        raise FolderError(
-            f"{path}: not JSON: {error}", hint=f"delete the file and {AGAIN}"
-        ) from error
+    except ReadingError as error:
+        raise FolderError(f"{path}: {error}", hint=f"delete the file and {AGAIN}") from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
         newer = isinstance(version, int) and version > FORMAT
         raise FolderError(
-            f"{path}: format: must be {FORMAT}, got {version!r}",
+            f"{path}: format: must be {FORMAT}, got {shown(version)}",
             hint="upgrade specrun" if newer else f"delete the file and {AGAIN}",
         )
     try:

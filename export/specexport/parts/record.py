@@ -6,6 +6,7 @@ from specexport.fingerprint import fingerprint
 from specexport.sources import Source
 from specexport.tokenizer_files import TokenizerInfo
 from specrun import manifest as manifests
+from specrun.limits import MAX_DRAFTS
 from specrun.manifest import TokenizerSpec
 from specrun.options import ScheduleName
 
@@ -37,7 +38,10 @@ def manifest_tokenizer(info: TokenizerInfo, sha256: str) -> TokenizerSpec:
 
 def num_assistant_tokens(source: Source, default: int = DEFAULT_NUM_ASSISTANT_TOKENS) -> int:
     """The drafter's own setting where it has one."""
-    return int(source.generation.get("num_assistant_tokens") or default)
+    named = source.generation.get("num_assistant_tokens")
+    if isinstance(named, bool) or not isinstance(named, int):
+        return default
+    return named if 0 < named <= MAX_DRAFTS else default
 
 
 def schedule(source: Source) -> ScheduleName:
