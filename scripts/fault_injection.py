@@ -48,6 +48,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
+import onnxruntime
 import small_vocabulary
 import torch
 from small_vocabulary import NUM_DRAFT, PROMPT, Pair
@@ -59,7 +60,6 @@ from specexport.errors import SourceError
 from specexport.exporter import ExportOptions
 from specexport.sources import resolve
 from specrun import manifest as manifests
-from specrun import ort
 from specrun.errors import SpecrunError
 from specrun.ort import PreparedRun
 
@@ -330,7 +330,7 @@ def run_faults() -> Iterator[Fault]:
             yield Fault(
                 "nobody stands in",
                 f"{name}, run {first}",
-                expected,  # type: ignore[arg-type]
+                expected,
                 lambda b, _, p=plant, o=options: generate(b, "mtp-drafter", p, **o),  # type: ignore[misc]
             )
     for first in (0, 5):
@@ -402,11 +402,11 @@ def attention_fails(first: int) -> Plant:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b"") and None,
+    "empty": lambda path: fill(path, b""),
     "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "one byte longer": lambda path: append(path, b"x"),
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
-    "noise": lambda path: noise(path),
+    "zeros": lambda path: fill(path, bytes(path.stat().st_size)),
+    "noise": lambda path: fill(path, random.Random(0).randbytes(path.stat().st_size)),
     "a bit flipped": lambda path: flip(path),
     "a folder": lambda path: turn_into_folder(path),
     "a link out of the folder": lambda path: link_out(path),
@@ -419,9 +419,9 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def noise(path: Path) -> None:
-    """Random bytes of the same number."""
-    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
+def fill(path: Path, data: bytes) -> None:
+    """Other contents."""
+    path.write_bytes(data)
 
 
 def flip(path: Path) -> None:
@@ -533,14 +533,14 @@ def swapped(bench: Bench, place: Path) -> Seen:
 
 def opening_fails(bench: Bench, engine: str, error: Exception) -> Seen:
     """ONNX Runtime raises when it opens one of the engines."""
-    real = ort.onnxruntime.InferenceSession
+    real = onnxruntime.InferenceSession
 
     def session(path: str, *rest: Any, **named: Any) -> Any:
         if Path(path).name == f"{engine}.onnx":
             raise error
         return real(path, *rest, **named)
 
-    with mock.patch.object(ort.onnxruntime, "InferenceSession", session):
+    with mock.patch.object(onnxruntime, "InferenceSession", session):
         return open_copy(bench, bench.engines("gemma4"))
 
 

@@ -72,7 +72,7 @@ class Case:
         if partial is not None:
             assert PROMPT + partial.tokens == text
             assert partial.stats.emitted == len(partial.tokens)
-        plain = {"method": "plain", "eos_token_ids": (), "max_new_tokens": NEW}
+        plain: dict[str, Any] = {"method": "plain", "eos_token_ids": (), "max_new_tokens": NEW}
         cold = engine.generate(PROMPT, **plain).tokens
         assert text[len(PROMPT) :] == cold[: len(text) - len(PROMPT)]
         cold = engine.generate(text, **plain).tokens

@@ -292,7 +292,7 @@ def test_a_fork_loads_for_itself(tmp_path: Path, threads: int) -> None:
     text = next(stream)
     here = os.getpid()
 
-    for use in (
+    uses: tuple[Callable[[], object], ...] = (
         lambda: engine.generate([1]),
         lambda: engine.generate([[1], [2]]),
         lambda: engine.stream([1]),
@@ -301,7 +301,8 @@ def test_a_fork_loads_for_itself(tmp_path: Path, threads: int) -> None:
         session.generate,
         lambda: session.append([1]),
         engine.session,
-    ):
+    )
+    for use in uses:
         said = in_fork(use)
         assert said.startswith(f"UsageError: the engine was loaded in process {here} and this is")
         assert said.endswith("call specrun.load() in the child, after the fork")

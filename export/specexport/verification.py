@@ -89,7 +89,7 @@ def torch_model(manifest: Manifest, source: Source, *, device: str = "cpu") -> T
     import torch
 
     half = manifest.target_engine.kv_dtype is DType.FLOAT16
-    model = source.load_reference(torch.float16 if half else torch.float32)
+    model: Any = source.load_reference(torch.float16 if half else torch.float32)
     return TorchModel(manifest, model.to(torch.device(device)), f"PyTorch ({device})")
 
 
