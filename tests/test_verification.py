@@ -21,8 +21,9 @@ from exported import Exported
 from small_vocabulary import PROMPT, Pair
 
 import specrun
-from specexport import hub, verification
+from specexport import exporter, hub, verification
 from specexport.errors import SourceError
+from specexport.exporter import ExportOptions
 from specexport.sources import resolve
 from specexport.torch_target import TorchTarget
 from specrun import manifest as manifests
@@ -407,6 +408,63 @@ def test_packages_that_are_missing(
 def test_options_that_exclude_each_other(folder: Callable[[str], Path]) -> None:
     with pytest.raises(UsageError, match="target: PyTorch does not verify with verify engine"):
         specrun.load(folder("llama"), verify="engine", target="x")
+
+
+# Folders with drafters only.
+
+
+@pytest.fixture
+def skipped(once: Callable[..., Path]) -> Callable[[str], Path]:
+    """``skipped(name)``: the drafters of one of FOLDERS without its target, compared."""
+
+    def make(name: str) -> Path:
+        def export(path: Path) -> None:
+            pair = FOLDERS[name]
+            names = (pair.target, *pair.drafters)
+            target, *drafters = (resolve(small_vocabulary.save(n, path)) for n in names)
+            options = ExportOptions(num_draft=small_vocabulary.NUM_DRAFT, skip_target=True)
+            exporter.export(target, drafters, path / small_vocabulary.ENGINES, options)
+
+        return once(f"drafters-only-{name}", export) / small_vocabulary.ENGINES
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["plain", "draft", "universal", "mtp", "mtp-drafter"])
+def test_drafters_only(
+    open_engine: OpenEngine, skipped: Callable[[str], Path], method: Any
+) -> None:
+    name = METHODS[method]
+    want = open_engine(name).generate(LONG_PROMPT, method=method, **GREEDY)
+    with specrun.load(skipped(name)) as engine:
+        got = engine.generate(LONG_PROMPT, method=method, strict=True, **GREEDY)
+    assert got.tokens == want.tokens
+    assert got.stats.accepted == want.stats.accepted
+    assert (got.stats.verifier, got.stats.verifier_failure) == ("torch", None)
+
+
+def test_what_such_a_folder_holds(skipped: Callable[[str], Path]) -> None:
+    made = manifests.read(skipped("gemma4"), integrity="full")
+    spec = made.engines["target"]
+    assert (spec.backend, spec.file, spec.precision) == ("torch", "", "fp32")
+    assert made.target_sha256 == made.target.fingerprint
+    assert {path.suffix for path in skipped("gemma4").iterdir()} == {".onnx", ".data", ".json"}
+    assert [path.name for path in skipped("gemma4").glob("*.onnx")] == ["mtp_drafter.onnx"]
+    assert made.parity is not None and made.parity.worst_error < 1e-5
+    assert exporter.check_itself(skipped("gemma4")) < 1e-5
+    with pytest.raises(UsageError, match="verify: the folder has no engine of the target"):
+        specrun.load(skipped("gemma4"), verify="engine")
+
+
+def test_skipping_what_cannot_be_skipped(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    source = resolve(folder("llama").parent / "llama")
+    with pytest.raises(UsageError, match="skip: without the target there is nothing to export"):
+        exporter.export(source, None, tmp_path / "e", ExportOptions(skip_target=True))
+    with pytest.raises(UsageError, match="early_exit: drafts with the target's own layers"):
+        ExportOptions(skip_target=True, early_exit=1)
+    with pytest.raises(UsageError, match="precision: auto measures the target, which is skipped"):
+        ExportOptions(skip_target=True, precision="auto")
+    assert not (tmp_path / "e").exists()
 
 
 # Finding the checkpoint.
