@@ -8,10 +8,10 @@ middle; generations that are cancelled, that run out of time, whose callback rai
 fails. After each the engine must be free and whole, and its tokens belong to its text. Every so
 often a probe, a fixed prompt with every method, must give the tokens it gave at first, and a
 rewound session those of a cold run, or part from them at a near tie (runs of other widths round
-otherwise; not with ``--exact``). At first every buffer is made as large as it may become. From the
-first generations on, memory (RssAnon) may grow by less than 3 %; what of the C heap is in use, which
-free room inside the heap does not hide, by less than 10 %, as it depends on what the sessions hold
-at that moment. A table for people, one JSON line last; exit status 1 when anything was wrong.
+otherwise; not with ``--exact``). At first every buffer is made as large as it may become; from
+the first generations on memory (RssAnon) may grow by less than 3 %, and what is in use of the C
+heap, which free room inside it does not hide, by less than 10 %, as it depends on what sessions
+hold at that moment. A table for people, one JSON line last; exit status 1 when anything was wrong.
 """
 
 from __future__ import annotations
@@ -152,22 +152,24 @@ class Soak:
     def step(self) -> None:
         """One generation, and a look at what it left."""
         kind = self._random.choice(list(self._kinds))
+        self._watched(kind, self._kinds[kind])
+        self.report.kinds[kind] += 1
+        if self.report.generations % PROBE_EVERY == 0:
+            self._watched("probe", self._compare_probe)
+
+    def _watched(self, kind: str, work: Callable[[], specrun.Result | None]) -> None:
         try:
-            result = self._kinds[kind]()
+            result = work()
             if result is not None:
                 self._look(result)
             self.engine.check_free()
             self.engine.check_integrity()
             for session in self._sessions:
                 session.check_integrity()
-        except Exception as error:
-            self._wrong(f"{kind}: {type(error).__name__}: {error}")
-        self.report.kinds[kind] += 1
-        if self.report.generations % PROBE_EVERY == 0:
-            self.report.probes += 1
-            for method, tokens in self._probe().items():
-                if tokens != self._probed[method]:
-                    self._wrong(f"probe: {method} gave other tokens than at first")
+        except Exception as error:  # any is a finding
+            self.report.wrong.append(
+                f"generation {self.report.generations}: {kind}: {type(error).__name__}: {error}"
+            )
 
     def close(self) -> None:
         """Free the sessions."""
@@ -190,8 +192,11 @@ class Soak:
                 session.generate(**common)
             self.engine.generate([long[: 4 * self.most]] * MOST_ROWS, **common)
 
-    def _wrong(self, what: str) -> None:
-        self.report.wrong.append(f"generation {self.report.generations}: {what}")
+    def _compare_probe(self) -> None:
+        self.report.probes += 1
+        for method, tokens in self._probe().items():
+            if tokens != self._probed[method]:
+                raise ValueError(f"{method} gave other tokens than at first")
 
     def _probe(self) -> dict[Method, list[int]]:
         common: Any = {"max_new_tokens": PROBE_TOKENS, "do_sample": False, "eos_token_ids": ()}
