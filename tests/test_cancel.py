@@ -75,9 +75,9 @@ def test_cancelled_in_a_round(open_toy: OpenToy, method: Any, at: int) -> None:
 
 def test_cancelled_before_it_begins(open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, token = open_toy(TOY), CancelToken()
-    assert not token.cancelled
+    states = [token.cancelled]
     token.cancel()
-    assert token.cancelled
+    assert [*states, token.cancelled] == [False, True]
     monkeypatch.setattr("specrun.ort.PreparedRun.run", None)  # nothing is run
     for result in (
         engine.generate(PROMPT, cancel=token),

@@ -262,7 +262,7 @@ def test_memory_that_runs_out_while_buffers_grow(
 # Processes.
 
 
-def in_fork(work: Callable[[], None]) -> str:
+def in_fork(work: Callable[[], object]) -> str:
     """Run ``work`` in a fork of this process; what it raised there."""
     reading, writing = os.pipe()
     child = os.fork()

@@ -40,7 +40,7 @@ class EndedEarly(BaseException):
 
     def __init__(self, reason: EarlyReason) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason: EarlyReason = reason
 
 
 class EarlyEnd:
