@@ -180,9 +180,23 @@ def test_spelling_makes_no_difference_where_there_is_none(open_toy: OpenToy) -> 
 
 @pytest.mark.parametrize("prompt", ["", []])
 def test_an_empty_prompt(open_toy: OpenToy, prompt: Any) -> None:
+    """C71: the beginning of a text where there is a token for it."""
     assert open_toy(CHATTY).encode(prompt) == [10]
     with pytest.raises(UsageError, match="prompt: is empty, and this model has no beginning"):
         open_toy(Toy()).generate(prompt)
+
+
+@pytest.mark.parametrize("text", [" ", "\n", " \t "])
+def test_a_prompt_of_whitespace(open_toy: OpenToy, text: str) -> None:
+    """C71: a text like any other, with the token that begins one and without."""
+    blank = Toy(vocabulary=tuple(" \n\t3456789"))
+    ids = [" \n\t".index(character) for character in text]
+    for bos in (None, 9):
+        toy = dataclasses.replace(blank, bos=bos, add_bos=bos is not None)
+        engine = open_toy(toy)
+        prompt = ids if bos is None else [bos, *ids]
+        assert engine.encode(text) == prompt
+        assert engine.generate(text, max_new_tokens=4).tokens == toy.plain(prompt, 4)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +335,7 @@ def test_a_folder_may_be_moved_and_read_only(
 
 
 def test_a_device_that_is_not_there_is_an_error(toy_folder: ToyFolder) -> None:
+    """C73: never another device, and where it ran is in the statistics."""
     folder = toy_folder(Toy())
     for device in ("cuda", "gpu3"):
         with pytest.raises(EngineError, match=f"device: '{device}' is not available") as caught:

@@ -168,6 +168,34 @@ def test_any_run_may_fail(
         case.check(stream.partial)
 
 
+@every_case
+def test_cancelled_at_any_run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before the next chunk of the prompt, of whoever reads it, or the next round."""
+    run, count, at = PreparedRun.run, 0, -1
+    token = specrun.CancelToken()
+
+    def cancelling(self: PreparedRun) -> None:
+        nonlocal count
+        if count == at:
+            token.cancel()
+        count += 1
+        run(self)
+
+    monkeypatch.setattr(PreparedRun, "run", cancelling)
+    whole = case.generate()
+    total, ends = count, 0
+    for place in range(total):
+        at, count, token = place, 0, specrun.CancelToken()
+        case.fresh()
+        result = case.session.generate(max_new_tokens=NEW, cancel=token, **case.options)
+        assert result.finish_reason in ("cancelled", "length")
+        assert result.tokens == whole.tokens[: len(result.tokens)]
+        ends += result.finish_reason == "cancelled"
+        at = -1
+        case.check(result)
+    assert ends >= total // 2
+
+
 # Callbacks.
 
 ERRORS = (ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit)

@@ -408,6 +408,7 @@ def test_no_draft_outside_the_tokenizer(open_toy: OpenToy) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 def test_streamed_text_is_the_text(open_toy: OpenToy, k: int) -> None:
+    """C70: emoji, Hangul, CJK and spaces in parts, a tail that is cut; nothing is taken back."""
     from test_text import TEXTS, TOKENIZERS
 
     for tokenizer in TOKENIZERS.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,27 @@ METHOD = ("drafters", "mtp-drafter")
 def test_a_manifest_that_is_not_right(folder: Path, edit: Change, says: str) -> None:
     change(folder, edit)
     refused(folder, says)
+
+
+def test_a_drafter_of_another_family(tmp_path: Path) -> None:
+    """C51: of equal width, taken over from its own folder; both tokenizers are named."""
+    ours = toys.write_folder(tmp_path / "ours", Toy())
+    theirs = toys.write_folder(
+        tmp_path / "theirs", Toy(vocabulary=tuple("9876543210"), drafter=True)
+    )
+    shutil.copy(theirs / "mtp_drafter.onnx", ours)
+    other = json.loads((theirs / manifest.MANIFEST).read_text(encoding="utf-8"))
+    own = manifest.sha256_of(ours / "tokenizer.json")
+
+    def take_over(data: dict[str, Any]) -> None:
+        data["drafters"] = other["drafters"]
+        data["engines"]["mtp_drafter"] = other["engines"]["mtp_drafter"]
+        data["files"] += [file for file in other["files"] if file["path"] == "mtp_drafter.onnx"]
+        data["drafters"]["mtp-drafter"]["target_sha256"] = data["files"][0]["sha256"]
+
+    change(ours, take_over)
+    hashes = f"tokenizer {other['tokenizer']['sha256'][:12]}, the folder has {own[:12]}"
+    refused(ours, f"this drafter was exported for {hashes}")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,46 @@ def test_what_a_session_refuses(open_toy: OpenToy) -> None:
             session.append([1])
         with pytest.raises(UsageError, match="busy"):
             session.rewind(0)
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "a stop string": {"stop": [str(TOY.plain(PROMPT, 6)[4])]},
+    "an end id in a block": {"eos_token_ids": [TOY.plain(PROMPT, 6)[4]]},
+    "the most tokens": {"max_new_tokens": 5},
+    "cancelled": {},
+    "an error": {},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("back", [None, 0, 1, len(PROMPT), len(PROMPT) + 2])
+def test_however_it_ended(open_toy: OpenToy, method: Any, end: str, back: int | None) -> None:
+    """Going on at once, or behind any token that it had, is a cold run of the same ids."""
+    session = open_toy(TOY).session()
+    session.append(PROMPT)
+    token = specrun.CancelToken()
+
+    def stop(done: Round) -> None:
+        token.cancel()
+        if end == "an error":
+            raise ZeroDivisionError
+
+    options = {"method": method, "num_assistant_tokens": 4, "max_new_tokens": 12} | ENDS[end]
+    watch = stop if end in ("cancelled", "an error") else None
+    with contextlib.suppress(ZeroDivisionError):
+        session.generate(on_round=watch, cancel=token, **options)
+    text = session.tokens
+    assert text[len(PROMPT) :] == cold(PROMPT, len(text) - len(PROMPT)) != []
+    if back is not None:
+        session.rewind(min(back, len(text)))
+        session.check_integrity()
+        held = session._open()[1].target.length
+        assert held == max(0, min(back, len(text)) - 1)  # what stands is not read again
+        session.append([6])
+    kept = session.tokens
+    assert session.generate(method=method, max_new_tokens=9).tokens == cold(kept, 9)
+    session.check_integrity()
 
 
 PROMPTS = [[1], [1, 2, 3, 4, 1, 2], [9, 9], [3, 1, 4, 1, 5, 9, 2, 6]]

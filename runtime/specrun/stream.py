@@ -91,9 +91,10 @@ class TextStream(NotCopied, Iterator[str]):
         self._check_process()
         try:
             return next(self._pieces)
+        except StopIteration:
+            raise StopIteration from None
         except BaseException as error:
-            if not isinstance(error, StopIteration):
-                self._end(error)
+            self._end(error)
             raise
 
     def _end(self, error: BaseException) -> None:
