@@ -69,11 +69,9 @@ class Watch:
     """Notes every file that is opened outside of the places that a case may read."""
 
     def __init__(self, root: Path) -> None:
-        paths = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path}
-        self._inside = tuple(
-            {os.path.realpath(path) + os.sep for path in (*paths, root, fuzz_cases.ROOT) if path}
-            | {"/proc/", "/sys/"}
-        )
+        paths = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
+        paths += [str(root), str(fuzz_cases.ROOT), "/proc", "/sys"]
+        self._inside = tuple({os.path.realpath(path) + os.sep for path in paths if path})
         self.seen: list[str] = []
         sys.addaudithook(self._hook)
 
@@ -160,9 +158,10 @@ def run_batch(
                 if event == "begins":
                     current = number
                     continue
-                current, first = None, number + 1
                 if seconds > SECONDS:
-                    event, detail = "hangs", f"{seconds:.1f} s"
+                    what = "hangs"
+                    break
+                current, first = None, number + 1
                 tally.slowest = max(tally.slowest, seconds)
                 tally.add(number, event, detail)
         except EOFError:
@@ -183,7 +182,7 @@ def run_batch(
 def table(tallies: dict[str, Tally], seconds: dict[str, float]) -> str:
     """What was counted, for people."""
     columns = ("cases", "accepted", "refused", *FOUND, "slowest s", "s")
-    rows = [("", *columns)]
+    rows: list[tuple[str, ...]] = [("", *columns)]
     for kind, tally in tallies.items():
         counts = [tally.counts[name] for name in ("accepted", "refused", *FOUND)]
         cells = [sum(counts), *counts, f"{tally.slowest:.2f}", f"{seconds[kind]:.0f}"]

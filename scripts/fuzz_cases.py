@@ -274,7 +274,7 @@ class Safetensors:
         self.folder = root / "checkpoint"
         self.folder.mkdir()
         (root / "outside.safetensors").write_bytes(save({"secret": np.ones(4, np.float32)}))
-        self.content = save(
+        self.content: bytes = save(
             {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float16), "c": np.ones((), "i4")}
         )
         self.index = {

@@ -31,12 +31,12 @@ from specexport.quantization import Plan, Precisions
 from specexport.sources import Source
 from specexport.weights import Weights
 from specgraphs.formats import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, activations
+from specrun import defaults as generation_defaults
 from specrun import manifest as manifests
-from specrun import resolve
 from specrun.contract import FRONT_ENGINE, TARGET_ENGINE
 from specrun.errors import UsageError
 from specrun.manifest import Generation, Manifest, Precision
-from specrun.options import GenerateOptions, available_threads
+from specrun.options import available_threads
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -432,7 +432,7 @@ def _generation(target: Source, max_context: int) -> Generation:
     ids = list(end) if isinstance(end, (list, tuple)) else [end]
     # Some checkpoints write -1 for "none"; an id outside of the vocabulary can never come.
     vocab = int(target.config.vocab_size)
-    ids = [i for i in ids if _token_id(i, vocab) is not None]
+    found = (_token_id(value, vocab) for value in ids)
     named = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
     defaults = {
         key: value
@@ -440,7 +440,7 @@ def _generation(target: Source, max_context: int) -> Generation:
         if key not in named and not key.startswith("_") and _is_plain(value)
     }
     return Generation(
-        eos_token_ids=tuple(int(i) for i in ids),
+        eos_token_ids=tuple(value for value in found if value is not None),
         bos_token_id=_token_id(given.get("bos_token_id"), vocab),
         pad_token_id=_token_id(given.get("pad_token_id"), vocab),
         max_context=max_context,
@@ -450,14 +450,8 @@ def _generation(target: Source, max_context: int) -> Generation:
 
 def _check_generation(target: Source) -> None:
     """Raise SourceError for a default that no generation could run with."""
-    vocab = int(target.config.vocab_size)
-    names = (*resolve.DEFAULTS, "bad_words_ids")
-    given = {name: target.generation.get(name) for name in names}
     try:
-        made = GenerateOptions(**{k: value for k, value in given.items() if value is not None})
-        wrong = [token for word in made.bad_words_ids or () for token in word if token >= vocab]
-        if wrong:
-            raise UsageError(f"bad_words_ids: must hold token ids below {vocab}, got {wrong[0]}")
+        generation_defaults.check(target.generation, int(target.config.vocab_size))
     except UsageError as error:
         raise SourceError(
             f"{target.id}: generation_config.json: {error}",

@@ -151,7 +151,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if many and (kwargs or len(args) != 1):
                 raise TypeError("format_map() takes exactly one argument")
             given = ((), args[0]) if many else (args, kwargs)
-            return type(text)(formatter.vformat(text, *given))
+            text_type: type[str] = type(text)
+            return text_type(formatter.vformat(text, *given))
 
         return functools.update_wrapper(wrapper, value)
 
@@ -256,7 +257,7 @@ class _Asking(NodeTransformer):
         return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -277,7 +278,7 @@ def _check_depth(template: nodes.Node) -> None:
 class _BoundedFields:
     """Of a formatter: each field is asked about before it is written."""
 
-    _env: Sandbox
+    _env: Any  # a Sandbox
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         self._env.budget.weigh(value)
@@ -398,7 +399,7 @@ def _padded(budget: Budget, owner: Any, width: Any = 8, *_: Any, **names: Any) -
     for given in (width, *names.values()):
         budget.check_count(given)
     if isinstance(owner, (str, bytes)):
-        tabs = owner.count("\t" if isinstance(owner, str) else b"\t")
+        tabs = owner.count("\t") if isinstance(owner, str) else owner.count(b"\t")
         budget.allow(len(owner) + (tabs + 1) * abs(int(width)))
 
 

@@ -31,7 +31,9 @@ def check(defaults: Mapping[str, Any], vocab_size: int) -> None:
     for word in made.bad_words_ids or ():
         for token in word:
             if token >= vocab_size:
-                raise UsageError(f"bad_words_ids: must hold ids below {vocab_size}, got {token}")
+                raise UsageError(
+                    f"bad_words_ids: must hold token ids below {vocab_size}, got {token}"
+                )
     if not isinstance(defaults.get("do_sample"), bool | None):
         raise UsageError(f"do_sample: must be true or false, got {defaults['do_sample']!r}")
     for name, value in defaults.items():
