@@ -16,8 +16,7 @@ import random
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +48,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import fuzz_cases  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 USER = [{"role": "user", "content": "Hi there"}]
-SECONDS = 5.0
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return toys.write_folder(tmp_path / "engines", Toy(drafter=True, chat_template="{{ 1 }}"))
-
-
-@pytest.fixture(autouse=True)
-def in_time() -> Iterator[None]:
-    """What hangs is found by the limit of the whole run; what is merely slow, here."""
-    start = time.process_time()
-    yield
-    assert time.process_time() - start < 40 * SECONDS
 
 
 def refused(folder: Path, says: str) -> None:
@@ -599,12 +589,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specrun.chat_limits.SECONDS", 0.3)
-    start = time.process_time()
     with pytest.raises(UsageError, match="the chat template") as caught:
         chat.render(HOSTILE[name], USER, {})
     assert "--raw" in str(caught.value.hint)
     assert len(str(caught.value)) < 700
-    assert time.process_time() - start < SECONDS
 
 
 def test_a_template_that_is_stopped_stops_nothing_else() -> None:
