@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from toys import Toy, write_folder
 
 import specrun
-from specrun import CancelToken, Engine, UsageError
+from specrun import CancelToken, ContextFull, Engine, UsageError
 from specrun.kv import KvBuffers
 
 OpenToy = Callable[..., Engine]
