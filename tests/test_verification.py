@@ -213,6 +213,7 @@ FAULTS = [(method, first, "raise") for method in METHODS for first in (0, 1, 5)]
     ("mtp-drafter", 5, "nan"),
     ("early-exit", 1, "nan"),
     ("early-exit", 12, "nan"),
+    *(("early-exit", first, "raise") for first in range(9, 17)),  # in a proposal, at each draft
     ("draft", 0, "inf"),
 ]
 
@@ -376,6 +377,51 @@ def test_both_fail(
             engine.generate(PROMPT, **GREEDY)
     engine.check_integrity()
     assert engine.generate(PROMPT, **GREEDY).tokens == want
+
+
+@pytest.mark.parametrize("name", ["gemma4", "mtp"])
+def test_both_fail_later(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """PyTorch loads and cannot read: the engine is asked again the next time."""
+    session = open_engine(name).session()
+    session.append(PROMPT)
+    want = open_engine(name).generate(PROMPT, **GREEDY).tokens
+    with monkeypatch.context() as patch:
+        Fault(patch, 2)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
+        stream = session.stream(**GREEDY)
+        with pytest.raises(EngineError, match=r"planted; and then PyTorch: a run failed: .*full"):
+            stream.drain()
+        got = stream.partial.tokens
+        assert got == want[: len(got)] != []
+    session.check_integrity()
+    again = session.generate(**GREEDY | {"max_new_tokens": NEW - len(got)})
+    assert (got + again.tokens, again.stats.verifier) == (want, "engine")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "mtp"])
+def test_cancelled_while_pytorch_reads(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Rows that PyTorch has written are never taken for the engine's."""
+    want = open_engine(name).generate(LONG_PROMPT, **GREEDY).tokens
+    session = open_engine(name, prefill_chunk=7).session()
+    session.append(LONG_PROMPT)
+    token = specrun.CancelToken()
+    step = TorchTarget._step
+
+    def cancelling(*arguments: Any) -> Any:
+        token.cancel()
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        Fault(patch, 0)
+        patch.setattr(TorchTarget, "_step", cancelling)
+        ended = session.generate(cancel=token, **GREEDY)
+    assert (ended.finish_reason, ended.tokens) == ("cancelled", [])
+    session.check_integrity()
+    assert session.generate(on_warning=lambda message: None, **GREEDY).tokens == want
 
 
 def unreachable(*arguments: Any) -> Any:

@@ -42,6 +42,7 @@ class GuardedTarget:
         self._open_other = open_other
         self.watch: Watch | None = None  # of the generation that runs
         self._tokens: list[int] = []  # those of the KV rows, and more after a truncation
+        self._ahead: list[int] = []  # those that ``draft`` was given since ``start_drafting``
         self._seen_logits = False
         self.steps = 0  # runs of ``verify`` that the other target did
         self.failure: EngineError | None = None
@@ -98,10 +99,13 @@ class GuardedTarget:
 
     def draft(self, token: int, *, want_logits: bool = False) -> Rows:
         """Of targets whose first layers draft; see :class:`specrun.split.SplitTarget`."""
-        return self._answer(lambda: self._target.draft(token, want_logits=want_logits), None)
+        rows = self._answer(lambda: self._target.draft(token, want_logits=want_logits), None)
+        self._ahead.append(token)
+        return rows
 
     def start_drafting(self, rows: int) -> int:
         """See :class:`specrun.split.SplitTarget`."""
+        self._ahead = []
         fitting: int = self._target.start_drafting(rows)
         return fitting
 
@@ -130,8 +134,7 @@ class GuardedTarget:
                 if own is not None and own.raised is error:
                     raise  # the caller's own, not the target's
                 self.kv.truncate(before)  # what it wrote is not to be trusted
-                self._switch(error, before)
-                rows = run()
+                rows = self._ask_other(error, before, run, drafting=tokens is None)
         finally:
             # Whatever was raised, the chunks of a prompt that were read are known.
             if tokens is not None and self.length >= before:
@@ -148,19 +151,39 @@ class GuardedTarget:
             raise not_finite()
         self._seen_logits = True
 
-    def _switch(self, error: EngineError, before: int) -> None:
-        """The other target takes over behind ``before`` tokens. Raises ``error`` where none may."""
+    def _ask_other(
+        self, error: EngineError, before: int, run: Callable[[], Rows], *, drafting: bool
+    ) -> Rows:
+        """The other target takes over behind ``before`` tokens and does ``run``.
+
+        Raises ``error`` where none may, EngineError where the other one fails too.
+        """
         watch = self.watch
         if self._open_other is None or watch is None or self.failure is not None:
             raise error
         watch.refuse(error)
         other = self._open_other(self.kv, error)
-        self.kv.truncate(0)
-        if before:
-            known: NDArray[np.int64] = np.array([self._tokens[:before]], dtype=np.int64)
-            other.prefill(known)
-        self._target, self.failure = other, error
+        engine, self._target, self.failure = self._target, other, error
+        try:
+            self._read_again(before, drafting=drafting)
+            rows = run()
+        except EngineError as second:
+            self._target, self.failure = engine, None
+            self.kv.truncate(0)  # the engine's buffers need not have the other one's rows
+            raise EngineError(f"{error}; and then {second}", hint=second.hint) from second
         watch.tell(error)
+        return rows
+
+    def _read_again(self, count: int, *, drafting: bool) -> None:
+        """The first ``count`` tokens, and what was drafted behind them in this round."""
+        self.kv.truncate(0)
+        if count:
+            known: NDArray[np.int64] = np.array([self._tokens[:count]], dtype=np.int64)
+            self._target.prefill(known)
+        if drafting:
+            self._target.start_drafting(len(self._ahead) + 1)
+            for token in self._ahead:
+                self._target.draft(token)
 
 
 def not_finite() -> EngineError:
