@@ -211,6 +211,13 @@ def test_ignore_eos(folder: Path) -> None:
     assert call(folder, "--prompt", "7", "-n", 5, "--eos-token-id", "0").stdout == "890\n"
 
 
+def test_a_prompt_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrun.cli.MAX_PROMPT_BYTES", 1000)
+    result = call(folder, "--prompt-file", "/dev/zero")
+    assert result.exit_code == 2
+    assert "--prompt-file: /dev/zero: more than 1000 bytes" in result.stderr
+
+
 def test_inspect(folder: Path) -> None:
     result = call("inspect", folder)
     assert result.exit_code == 0

@@ -90,6 +90,12 @@ METHOD = ("drafters", "mtp-drafter")
         ),
         (put(*DRAFTER, "mtp", "candidates", value=0), "candidates"),
         (put(*METHOD, "engines", value=["other"]), "'other' is not among the engines"),
+        (put(*METHOD, "engines", value=[]), r"engines: must be one engine, got \[\]"),
+        (put(*METHOD, "engines", value=["target"]), "'target' is a target, must be a mtp_drafter"),
+        (
+            put("engines", "target", "requires", "onnxruntime", value="x"),
+            "onnxruntime must be a version, got 'x'",
+        ),
         (put(*METHOD, "schedule", value="never"), "schedule: must be one of"),
         (put(*DRAFTER, "mtp", value=None), "field 'mtp' is missing"),
         (put(*DRAFTER, "mtp", "kv_map", value={"full_attention": 3}), "must name the layers in kv"),

@@ -412,6 +412,16 @@ SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
         ),
         put("post_processor", value=TEMPLATE_POST | {"single": [SEQUENCE] * 100}),
         put(
+            "post_processor",
+            value=TEMPLATE_POST
+            | {
+                "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}] * 4000,
+                "special_tokens": {
+                    "<bos>": {"id": "<bos>", "ids": [2] * 100_000, "tokens": ["<bos>"] * 100_000}
+                },
+            },
+        ),
+        put(
             "normalizer",
             value={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000},
         ),

@@ -17,21 +17,25 @@ import exported
 import small_vocabulary
 import tiny_models
 import torch
+from click.testing import CliRunner
 from exported import Exported
 from small_vocabulary import PROMPT, Pair
 
 import specrun
 from specexport import exporter, hub, verification
-from specexport.errors import SourceError
+from specexport.errors import ExportError, SourceError
 from specexport.exporter import ExportOptions
 from specexport.sources import resolve
 from specexport.torch_target import TorchTarget
 from specrun import manifest as manifests
 from specrun import torch_verifier
+from specrun.cli import main
 from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
-from specrun.errors import EngineError, UsageError
+from specrun.errors import DeviceError, EngineError, UsageError
 from specrun.guarded_target import GuardedTarget
 from specrun.ort import PreparedRun
+from specrun.tune import measure, tune
+from specrun.tuning import write
 
 NEW = 20
 LONG_PROMPT = PROMPT * 3
@@ -500,6 +504,55 @@ def test_what_such_a_folder_holds(skipped: Callable[[str], Path]) -> None:
     assert exporter.check_itself(skipped("gemma4")) < 1e-5
     with pytest.raises(UsageError, match="verify: the folder has no engine of the target"):
         specrun.load(skipped("gemma4"), verify="engine")
+
+
+def test_such_a_folder_is_tuned_too(skipped: Callable[[str], Path], tmp_path: Path) -> None:
+    """What PyTorch's steps cost, bound to the checkpoint instead of an engine."""
+    file = tmp_path / "tuning.json"
+    with specrun.load(skipped("gemma4"), threads=1) as engine:
+        entry = measure(engine._resources, seconds=0.05)
+        write(file, entry)
+    assert entry.engines["PyTorch"] == manifests.read(skipped("gemma4")).target.fingerprint
+    with specrun.load(skipped("gemma4"), threads=1, tuning=str(file)) as engine:
+        assert engine.not_tuned is None
+        assert engine.generate(PROMPT, num_assistant_tokens_schedule="auto", **GREEDY).tokens
+        assert engine.generate(PROMPT, **GREEDY).stats.providers["target"] == "PyTorch (cpu)"
+
+
+def test_costs_of_engines_are_not_those_of_pytorch(open_engine: OpenEngine) -> None:
+    assert open_engine("gemma4", verify="torch").not_tuned == (
+        "PyTorch verifies, and specrun tune measures the engines"
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu:1", "gpu3"])
+def test_a_device_that_pytorch_has_not(folder: Callable[[str], Path], device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(DeviceError, match=f"device: '{device}' is not available, this PyTorch"):
+        specrun.load(folder("gemma4"), verify="torch", device=device)
+
+
+def test_measuring_asks_for_the_engines(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = broken_copy(folder("gemma4"), tmp_path)
+    with pytest.raises(EngineError, match="target.onnx: does not load"):
+        tune(copy, out=tmp_path / "tuning.json")
+    result = CliRunner().invoke(main, ["bench", str(copy), "--rounds", "1"])
+    assert result.exit_code == 1
+    assert "target.onnx: does not load" in result.stderr and "strict" not in result.stderr
+
+
+def test_checking_what_is_no_engine(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"target\.onnx: no ONNX graph"):
+        exporter.check_itself(broken_copy(folder("gemma4"), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../llama", "..", "", "a/../../llama"])
+def test_the_manifest_leads_nowhere_else(folder: Callable[[str], Path], name: str) -> None:
+    made = manifests.read(folder("llama"))
+    elsewhere = replace(made, target=replace(made.target, id=name))
+    with pytest.raises(SourceError, match="is not beside the engine folder"):
+        verification.find(elsewhere, folder("llama") / "x" / "y", None)
 
 
 def test_skipping_what_cannot_be_skipped(folder: Callable[[str], Path], tmp_path: Path) -> None:

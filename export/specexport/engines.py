@@ -19,6 +19,7 @@ from specexport.made import Sources, key, write
 from specgraphs import experts
 from specgraphs.engine_graph import EngineGraph
 from specrun.contract import DType, TensorSpec
+from specrun.manifest import REEXPORT
 
 INLINE_BELOW = 1024  # bytes; smaller values stand in the graph file itself
 
@@ -146,7 +147,12 @@ def _size(value: ir.Value) -> int:
 
 def declared_io(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs of a written engine, read back from its file, in file order."""
-    graph = ir.load(path).graph
+    try:
+        graph = ir.load(path).graph
+    except Exception as error:  # the library raises what it likes
+        raise ExportError(
+            f"{path}: no ONNX graph: {type(error).__name__}: {error}", hint=REEXPORT
+        ) from error
     return (
         tuple(_spec(value, path) for value in graph.inputs),
         tuple(_spec(value, path) for value in graph.outputs),

@@ -15,7 +15,7 @@ from specexport.errors import ExportError, SourceError
 from specexport.fingerprint import fingerprint
 from specexport.sources import Source, resolve
 from specrun.contract import FRONT_ENGINE, MTP_DRAFTER_ENGINE, DType, KvLayer
-from specrun.errors import EngineError, SpecrunError
+from specrun.errors import DeviceError, EngineError, SpecrunError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import Manifest
 from specrun.target import Verifier
@@ -70,6 +70,7 @@ def load(manifest: Manifest, folder: Path, source: str | None, *, device: str) -
     ``source``: the checkpoint, None to find it again from the manifest; nothing is downloaded.
     Raises EngineError.
     """
+    check_device(device)
     try:
         found = find(manifest, folder, source)
         _check(manifest, found)
@@ -93,6 +94,19 @@ def torch_model(manifest: Manifest, source: Source, *, device: str = "cpu") -> T
     return TorchModel(manifest, model.to(torch.device(device)), f"PyTorch ({device})")
 
 
+def check_device(device: str) -> None:
+    """Raise DeviceError unless PyTorch has the device."""
+    if device == "cpu":
+        return
+    import torch
+
+    if device != "cuda" or not torch.cuda.is_available():
+        has = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+        raise DeviceError(
+            f"device: {device!r} is not available, this PyTorch has {has}", hint="use --device cpu"
+        )
+
+
 def find(manifest: Manifest, folder: Path, given: str | None) -> Source:
     """The checkpoint: the one given, or that of the manifest: a preset, a model in the hub's cache,
     or a folder or file of its name beside the engine folder or in the working directory.
@@ -107,9 +121,11 @@ def find(manifest: Manifest, folder: Path, given: str | None) -> Source:
         return resolve(preset, local_only=True)
     if hub.HUB_ID.fullmatch(target.id):
         return resolve(target.id, revision=target.revision, local_only=True)
-    for place in (folder.parent, Path()):
-        if (place / target.id).exists():
-            return resolve(place / target.id)
+    # A name, no way to somewhere else.
+    if Path(target.id).name == target.id and target.id not in ("", ".."):
+        for place in (folder.parent, Path()):
+            if (place / target.id).exists():
+                return resolve(place / target.id)
     raise SourceError(
         f"{target.id}: the checkpoint of the target is not beside the engine folder, nor in the"
         " working directory",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MAX_PROMPT_BYTES = 64 << 20
+
 ENGINE = EngineOptions()
 GENERATE = GenerateOptions()
 
@@ -401,8 +403,16 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
         )
     try:
         if prompt_file == "-":
-            return sys.stdin.buffer.read().decode("utf-8-sig")
-        return Path(prompt_file).read_text(encoding="utf-8-sig")
+            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        else:
+            with Path(prompt_file).open("rb") as file:
+                data = file.read(MAX_PROMPT_BYTES + 1)
+        if len(data) > MAX_PROMPT_BYTES:  # a device or a pipe may have no end
+            raise UsageError(
+                f"--prompt-file: {prompt_file}: more than {MAX_PROMPT_BYTES} bytes",
+                hint="no context is that long: give a shorter text",
+            )
+        return data.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prompt-file: {prompt_file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

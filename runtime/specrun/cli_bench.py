@@ -132,7 +132,10 @@ def bench(
     )
     options = BenchOptions(prompts=tuple((_name(f), _read(f)) for f in prompt_files), **given)
     import specrun
+    from specrun import manifest
+    from specrun.resolve import engines_only
 
+    engine_options = engines_only(engine_options, manifest.read(folder, drafters_may_miss=True))
     try:
         with specrun.load(folder, options=engine_options) as engine:
             report = _measure(engine, options, as_json=as_json, quiet=quiet)

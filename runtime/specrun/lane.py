@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from specrun import graph_file, ort
-from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
+from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE, TARGET_ENGINES
 from specrun.drafters.base import Drafter
 from specrun.drafters.mtp_layers import MtpLayersDrafter
 from specrun.drafters.ngram import NgramDrafter
@@ -129,7 +129,10 @@ class Resources:
 
     def providers(self) -> dict[str, str]:
         """Where every engine runs that was opened, by its name."""
-        return dict(self._providers)
+        found = dict(self._providers)
+        if self.torch_name and TARGET_ENGINE not in found:
+            found[TARGET_ENGINE] = self.torch_name
+        return found
 
 
 class Lane:

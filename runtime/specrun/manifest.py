@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,10 @@ class Requires:
     onnxruntime: str
     opset: int
     ir_version: int
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\d{1,4}(\.\d{1,4}){0,3}", self.onnxruntime):
+            raise ValueError(f"onnxruntime must be a version, got {shown(self.onnxruntime)}")
 
 
 @dataclass(frozen=True)
@@ -438,8 +443,10 @@ class Manifest:
             raise DecodeError(f"{where}.tokenizer: only a universal drafter has one, and needs it")
         if method == "early-exit" and FRONT_ENGINE not in self.engines:
             raise DecodeError(f"{where}: needs a target in parts, the folder has a whole one")
-        if method in ("draft", "universal") and len(drafter.engines) != 1:
+        if method in ("mtp-drafter", "draft", "universal") and len(drafter.engines) != 1:
             raise DecodeError(f"{where}.engines: must be one engine, got {list(drafter.engines)}")
+        if method == "mtp" and not drafter.engines:
+            raise DecodeError(f"{where}.engines: must be the engine of every MTP layer, got []")
         if missing := sorted(set(drafter.engines) - self.engines.keys()):
             raise DecodeError(f"{where}.engines: {missing[0]!r} is not among the engines")
         if drafter.target_sha256 != self.target_sha256:
@@ -454,6 +461,8 @@ class Manifest:
             )
         for name in drafter.engines:
             engine = self.engines[name]
+            if (role := _ROLES.get(method)) is not None and engine.role is not role:
+                raise DecodeError(f"{where}.engines: {name!r} is a {engine.role}, must be a {role}")
             if engine.role is Role.MTP_DRAFTER:
                 self._check_mtp_drafter(name, engine)
             elif engine.role is Role.MTP_LAYER:
@@ -509,6 +518,12 @@ class Manifest:
         return self._entry(path).sha256
 
 
+_ROLES = {
+    "mtp-drafter": Role.MTP_DRAFTER,
+    "mtp": Role.MTP_LAYER,
+    "draft": Role.TARGET,
+    "universal": Role.TARGET,
+}
 Io = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 
 

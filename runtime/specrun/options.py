@@ -79,6 +79,13 @@ class EngineOptions:
         _at_least("prefill_chunk", self.prefill_chunk, 1)
         _one_of("integrity", self.integrity, get_args(Integrity))
         _one_of("verify", self.verify, get_args(Verify))
+        if self.target is not None and (
+            not isinstance(self.target, str) or not self.target or "\0" in self.target
+        ):
+            raise UsageError(
+                f"target: must be the name or path of a checkpoint, got {self.target!r}",
+                hint="give a preset, a hub id, a folder or a .gguf file",
+            )
         if self.verify == "engine" and self.target is not None:
             raise UsageError(
                 f"target: PyTorch does not verify with verify engine, got {self.target!r}",

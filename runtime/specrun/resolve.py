@@ -75,6 +75,12 @@ def resolve_engine(options: EngineOptions, manifest: Manifest) -> EngineOptions:
     )
 
 
+def engines_only(options: EngineOptions, manifest: Manifest) -> EngineOptions:
+    """``options`` for measuring: what fails is an error, and PyTorch does not stand in for it."""
+    measured = options.verify == "auto" and manifest.has_target_engine
+    return dataclasses.replace(options, verify="engine", target=None) if measured else options
+
+
 def resolve_generate(
     options: GenerateOptions, manifest: Manifest, *, fixed_width: int | None = None
 ) -> GenerateOptions:

@@ -87,6 +87,8 @@ class Schedules:
     def _find(self) -> Entry | str:
         if self._options.exact:
             return "in exact mode they are learned: specrun tune measures without it"
+        if self._options.verify == "torch" and self._manifest.has_target_engine:
+            return "PyTorch verifies, and specrun tune measures the engines"
         if not self._required and not os.path.lexists(self._path):
             return f"{self._path} is not there: run specrun tune"
         assert self._options.threads is not None, "resolved when the folder was opened"

@@ -82,6 +82,9 @@ class Tokenizer:
         for name in ("normalizer", "decoder"):
             if (growth := _growth(parts[name])) > MAX_GROWTH:
                 raise ValueError(f"its {name} makes a text up to {growth:.3g} times as long")
+        added = _added(_state(self._tokenizer.post_processor))
+        if added > MAX_GROWTH:
+            raise ValueError(f"its post_processor adds {added} tokens to a text")
         if (count := len(self._tokenizer.encode("a").ids)) > MAX_GROWTH:
             raise ValueError(f"it encodes 'a' as {count} tokens")
 
@@ -279,6 +282,20 @@ def _state(component: Any) -> Any:
     if len(text) > MAX_COMPONENT:
         raise ValueError(f"a component of {len(text)} characters")
     return json.loads(text)
+
+
+def _added(state: Any) -> int:
+    """Tokens that a post-processor puts around a text, before it makes any."""
+    if not isinstance(state, dict):
+        return 0
+    count = sum(_added(inner) for inner in state.get("processors") or ())
+    tokens = state.get("special_tokens")
+    if not isinstance(tokens, dict):
+        return count
+    lengths = {name: len(token.get("ids", ())) for name, token in tokens.items()}
+    for piece in (*(state.get("single") or ()), *(state.get("pair") or ())):
+        count += lengths.get((piece.get("SpecialToken") or {}).get("id"), 0)
+    return count
 
 
 def _growth(state: Any) -> float:

@@ -28,7 +28,7 @@ from specrun.loop import Progress
 from specrun.options import EngineOptions, GenerateOptions, Method
 from specrun.outcome import Outcome
 from specrun.request import Request
-from specrun.resolve import resolve_engine, resolve_generate
+from specrun.resolve import engines_only, resolve_engine, resolve_generate
 from specrun.sampling import Sampler
 from specrun.text import Tokenizer
 from specrun.tuning import (
@@ -72,7 +72,7 @@ def tune(
     UsageError for exact mode, and for a context too small to draft in.
     """
     manifest = manifests.read(folder, integrity="quick")
-    resolved = resolve_engine(options or EngineOptions(), manifest)
+    resolved = resolve_engine(engines_only(options or EngineOptions(), manifest), manifest)
     if resolved.exact:
         raise UsageError(
             "exact: costs are measured without it", hint="leave it out; auto learns costs there"

@@ -121,10 +121,14 @@ class Tuning:
 
 
 def engine_hashes(manifest: Manifest) -> dict[str, str]:
-    """The file and the sha256 of every engine: what a tuning is bound to."""
+    """The file and the sha256 of every engine: what a tuning is bound to. Of a target that PyTorch
+    runs, the fingerprint of its weights."""
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
-    files = sorted({engine.file for engine in manifest.engines.values()})
-    return {file: hashes[file] for file in files}
+    files = sorted({engine.file for engine in manifest.engines.values() if engine.file})
+    found = {file: hashes[file] for file in files}
+    if not manifest.has_target_engine:
+        found["PyTorch"] = manifest.target_sha256
+    return found
 
 
 def this_machine(*, threads: int, device: str, onnxruntime: str) -> Machine:
