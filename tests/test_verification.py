@@ -535,7 +535,7 @@ def test_a_device_that_pytorch_has_not(folder: Callable[[str], Path], device: st
 
 def test_measuring_asks_for_the_engines(folder: Callable[[str], Path], tmp_path: Path) -> None:
     copy = broken_copy(folder("gemma4"), tmp_path)
-    with pytest.raises(EngineError, match="target.onnx: does not load"):
+    with pytest.raises(EngineError, match=r"target\.onnx: does not load"):
         tune(copy, out=tmp_path / "tuning.json")
     result = CliRunner().invoke(main, ["bench", str(copy), "--rounds", "1"])
     assert result.exit_code == 1
