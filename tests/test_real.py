@@ -49,9 +49,10 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Real:
-    """A model as engines, and in transformers."""
+    """A model as engines, and in transformers. ``path``: its file."""
 
     name: str
+    path: Path
     engine: specrun.Engine
     reference: Any
 
@@ -71,7 +72,7 @@ def real(
     monkeypatch.setattr(Source, "load_reference", lambda self, dtype=None: reference)
     exporter.export(source, None, tmp_path / "engines")
     with specrun.load(tmp_path / "engines") as engine:
-        yield Real(name, engine, reference)
+        yield Real(name, path, engine, reference)
 
 
 def check_greedy(real: Real, prompt: list[int], tokens: list[int]) -> None:
@@ -114,3 +115,18 @@ def test_real_model(real: Real) -> None:
             check_greedy(real, ids, looked.tokens)
     assert longer >= 2
     assert accepted > NEW
+    check_pytorch(real, options)
+
+
+def check_pytorch(real: Real, options: dict[str, Any]) -> None:
+    """With PyTorch in place of the engine the tokens are the same."""
+    folder, checkpoint = real.engine.folder, str(real.path)
+    with specrun.load(folder, verify="torch", target=checkpoint) as by_torch:
+        for prompt in PROMPTS[:3]:
+            for method in ("plain", "prompt-lookup"):
+                want = real.engine.generate(prompt, method=method, **options)
+                got = by_torch.generate(prompt, method=method, strict=True, **options)
+                assert got.stats.torch_steps == got.stats.target_steps > 0
+                if got.tokens != want.tokens:  # at a tie
+                    ids = real.engine.encode(prompt, specrun.GenerateOptions(raw=True))
+                    check_greedy(real, ids, got.tokens)
