@@ -211,6 +211,13 @@ def test_ignore_eos(folder: Path) -> None:
     assert call(folder, "--prompt", "7", "-n", 5, "--eos-token-id", "0").stdout == "890\n"
 
 
+def test_flags_in_messages() -> None:
+    """An option's name at the beginning is its flag, the name of an engine's file is not."""
+    assert with_flags("target: must be a text") == "--target: must be a text"
+    for message in ("target.onnx: does not load", "target.hidden differs from transformers"):
+        assert with_flags(message) == with_flags(message, request=False) == message
+
+
 def test_a_prompt_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specrun.cli.MAX_PROMPT_BYTES", 1000)
     result = call(folder, "--prompt-file", "/dev/zero")

@@ -539,7 +539,7 @@ def test_an_older_onnxruntime_is_refused(
     newer = dataclasses.replace(made.manifest, engines={TARGET_ENGINE: spec})
     (place / manifests.MANIFEST).write_text(manifests.dumps(newer))
     with pytest.raises(EngineError, match=r"requires onnxruntime 99\.1 or newer") as caught:
-        specrun.load(place)
+        specrun.load(place, verify="engine")
     assert caught.value.hint == "pip install -U 'onnxruntime>=99.1'"
 
 

@@ -89,5 +89,5 @@ def with_flags(message: str, *, request: bool = True) -> str:
     for name, flag in FLAGS.items():
         anywhere = request and "_" in name
         before = r"(?<![\w-])" if anywhere else r"(?:^|(?<=give )|(?<=leave )|(?<=without ))"
-        message = re.sub(rf"{before}{name}\b", flag, message)
+        message = re.sub(rf"{before}{name}\b(?!\.\w)", flag, message)
     return message
