@@ -579,7 +579,8 @@ def letters(open_toy: OpenToy) -> tuple[specrun.Engine, Callable[..., UniversalD
             target_names={},
             drafter_names={},
         )
-        return UniversalDrafter(cast(Target, other.target), pair)
+        engine_behind: Any = other.target  # its guard
+        return UniversalDrafter(engine_behind._target, pair)
 
     return engine, make
 
