@@ -83,3 +83,34 @@ def exported_pair(once: Callable[..., Path]) -> Callable[..., Exported]:
         return exported.read(pair, folder)
 
     return make
+
+
+@pytest.fixture
+def small_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
+    """``small_folder(name)``: the checkpoints and engines of one of small_vocabulary.FOLDERS."""
+    import small_vocabulary
+
+    def make(name: str) -> Path:
+        def export(path: Path) -> None:
+            small_vocabulary.export(small_vocabulary.FOLDERS[name], path, check=False)
+
+        return once(f"small-vocabulary-{name}", export)
+
+    return make
+
+
+@pytest.fixture
+def open_small(small_folder: Callable[[str], Path]) -> Iterator[Callable[..., specrun.Engine]]:
+    """``open_small(name, **engine_options)``: the engines of one of them, opened."""
+    import small_vocabulary
+
+    engines: list[specrun.Engine] = []
+
+    def make(name: str, **options: Any) -> specrun.Engine:
+        folder = small_folder(name) / small_vocabulary.ENGINES
+        engines.append(specrun.load(folder, **{"threads": 1, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -146,6 +146,23 @@ PAIRS: dict[str, Pair] = {
     "gemma4-centroid": Pair("gemma4", ("assistant-centroid",)),
 }
 
+# One folder per kind of target, for every method; in parts, so that one has early exit too.
+FOLDERS: dict[str, Pair] = {
+    "llama": Pair("llama", ("llama-draft", "llama-other"), early_exit=1),
+    "mtp": Pair("deepseek-dense"),
+    "gemma4": Pair("gemma4", ("assistant-centroid",)),
+}
+# Method -> the folder that has it.
+METHODS: dict[str, str] = {
+    "plain": "llama",
+    "prompt-lookup": "llama",
+    "draft": "llama",
+    "universal": "llama",
+    "early-exit": "llama",
+    "mtp": "mtp",
+    "mtp-drafter": "gemma4",
+}
+
 
 def build(name: str) -> Any:
     """The seeded random model ``name``, its logits spread."""

@@ -8,7 +8,7 @@ hold enough of so few texts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 import small_vocabulary
 from exact_law import Sampling, Tally, exact_law, fit, windows
-from small_vocabulary import PROMPT, Pair
+from small_vocabulary import FOLDERS, METHODS, PROMPT
 
 import specrun
 from specexport.sources import resolve
@@ -31,50 +31,6 @@ RUNS = 400
 LENGTH, WINDOW, DRAFTS = 5, 2, 3
 LEAST_P = 1e-4  # chance of a chi-square as large as a perfect sampler's
 WARM = Sampling(temperature=0.9, top_k=7, top_p=0.97, end=7)
-
-# In parts, so that one folder has early exit too: an export takes seconds.
-LLAMA = Pair("llama", ("llama-draft", "llama-other"), early_exit=1)
-FOLDERS = {
-    "llama": LLAMA,
-    "mtp": Pair("deepseek-dense"),
-    "gemma4": Pair("gemma4", ("assistant-centroid",)),
-}
-METHODS = {
-    "plain": "llama",
-    "prompt-lookup": "llama",
-    "draft": "llama",
-    "universal": "llama",
-    "early-exit": "llama",
-    "mtp": "mtp",
-    "mtp-drafter": "gemma4",
-}
-
-
-@pytest.fixture
-def folder(once: Callable[..., Path]) -> Callable[[str], Path]:
-    """``folder(name)``: the checkpoints and engines of one of FOLDERS."""
-
-    def make(name: str) -> Path:
-        def export(path: Path) -> None:
-            small_vocabulary.export(FOLDERS[name], path, check=False)
-
-        return once(f"small-vocabulary-{name}", export)
-
-    return make
-
-
-@pytest.fixture
-def open_engine(folder: Callable[[str], Path]) -> Iterator[Callable[[str], specrun.Engine]]:
-    """``open_engine(name)``: one of FOLDERS, opened."""
-    engines: list[specrun.Engine] = []
-
-    def make(name: str) -> specrun.Engine:
-        engines.append(specrun.load(folder(name) / small_vocabulary.ENGINES, threads=1))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @functools.cache
@@ -115,18 +71,18 @@ def assert_follows(tally: Tally, exact: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_law_is_the_targets(
-    open_engine: Callable[[str], specrun.Engine], folder: Callable[[str], Path], method: str
+    open_small: Callable[[str], specrun.Engine], small_folder: Callable[[str], Path], method: str
 ) -> None:
     name = METHODS[method]
-    tally, acceptance = draw(open_engine(name), method, WARM)
-    assert_follows(tally, law(folder(name) / FOLDERS[name].target, WARM))
+    tally, acceptance = draw(open_small(name), method, WARM)
+    assert_follows(tally, law(small_folder(name) / FOLDERS[name].target, WARM))
     assert method == "plain" or 0.03 < acceptance < 0.97
 
 
 @pytest.mark.parametrize(("method", "kind"), [("draft", ModelDrafter), ("mtp-drafter", MtpDrafter)])
 def test_the_test_can_fail(
-    open_engine: Callable[[str], specrun.Engine],
-    folder: Callable[[str], Path],
+    open_small: Callable[[str], specrun.Engine],
+    small_folder: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     method: str,
     kind: Any,
@@ -141,6 +97,6 @@ def test_the_test_can_fail(
 
     monkeypatch.setattr(kind, "propose", lie)
     name = METHODS[method]
-    tally, _ = draw(open_engine(name), method, Sampling())
+    tally, _ = draw(open_small(name), method, Sampling())
     with pytest.raises(AssertionError, match="not the law"):
-        assert_follows(tally, law(folder(name) / FOLDERS[name].target, Sampling()))
+        assert_follows(tally, law(small_folder(name) / FOLDERS[name].target, Sampling()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import exported
 import small_vocabulary
 import tiny_models
 import torch
+import toys
 from click.testing import CliRunner
 from exported import Exported
-from small_vocabulary import PROMPT, Pair
+from small_vocabulary import FOLDERS, METHODS, PROMPT
 
 import specrun
 from specexport import exporter, hub, verification
@@ -39,20 +40,6 @@ from specrun.tuning import write
 
 NEW = 20
 LONG_PROMPT = PROMPT * 3
-FOLDERS = {
-    "llama": Pair("llama", ("llama-draft", "llama-other"), early_exit=1),
-    "mtp": Pair("deepseek-dense"),
-    "gemma4": Pair("gemma4", ("assistant-centroid",)),
-}
-METHODS = {
-    "plain": "llama",
-    "prompt-lookup": "llama",
-    "draft": "llama",
-    "universal": "llama",
-    "early-exit": "llama",
-    "mtp": "mtp",
-    "mtp-drafter": "gemma4",
-}
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_ids": (), "do_sample": False}
 SAMPLED: dict[str, Any] = {
     "max_new_tokens": NEW,
@@ -66,30 +53,9 @@ OpenEngine = Callable[..., specrun.Engine]
 
 
 @pytest.fixture
-def folder(once: Callable[..., Path]) -> Callable[[str], Path]:
+def folder(small_folder: Callable[[str], Path]) -> Callable[[str], Path]:
     """``folder(name)``: the engines of one of FOLDERS, beside their checkpoints."""
-
-    def make(name: str) -> Path:
-        def export(path: Path) -> None:
-            small_vocabulary.export(FOLDERS[name], path, check=False)
-
-        return once(f"small-vocabulary-{name}", export) / small_vocabulary.ENGINES
-
-    return make
-
-
-@pytest.fixture
-def open_engine(folder: Callable[[str], Path]) -> Iterator[OpenEngine]:
-    """``open_engine(name, **options)``: one of FOLDERS, opened."""
-    engines: list[specrun.Engine] = []
-
-    def make(name: str, **options: Any) -> specrun.Engine:
-        engines.append(specrun.load(folder(name), **{"threads": 1, **options}))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    return lambda name: small_folder(name) / small_vocabulary.ENGINES
 
 
 class Fault:
@@ -121,11 +87,11 @@ class Fault:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_tokens(open_engine: OpenEngine, method: Any, sampled: bool) -> None:
+def test_the_same_tokens(open_small: OpenEngine, method: Any, sampled: bool) -> None:
     options = SAMPLED if sampled else GREEDY
     name = METHODS[method]
-    by_engine = open_engine(name).generate(LONG_PROMPT, method=method, strict=True, **options)
-    by_torch = open_engine(name, verify="torch", prefill_chunk=7).generate(
+    by_engine = open_small(name).generate(LONG_PROMPT, method=method, strict=True, **options)
+    by_torch = open_small(name, verify="torch", prefill_chunk=7).generate(
         LONG_PROMPT, method=method, strict=True, **options
     )
     assert by_torch.tokens == by_engine.tokens
@@ -149,9 +115,9 @@ def test_every_family(exported_pair: Callable[..., Exported], pair: exported.Pai
             assert got.stats.accepted == want.stats.accepted, method
 
 
-def test_sessions_rewind(open_engine: OpenEngine) -> None:
+def test_sessions_rewind(open_small: OpenEngine) -> None:
     """KV in PyTorch is kept and cut like that of engines."""
-    with open_engine("gemma4", verify="torch") as engine:
+    with open_small("gemma4", verify="torch") as engine:
         session = engine.session()
         session.append(PROMPT)
         first = session.generate(**GREEDY).tokens
@@ -166,9 +132,9 @@ def test_sessions_rewind(open_engine: OpenEngine) -> None:
             session.check_integrity()
 
 
-def test_exact(open_engine: OpenEngine) -> None:
+def test_exact(open_small: OpenEngine) -> None:
     """Blocks of a fixed width over PyTorch: drafting changes no bit of the logits."""
-    with open_engine("gemma4", verify="torch", exact=True, exact_width=4) as engine:
+    with open_small("gemma4", verify="torch", exact=True, exact_width=4) as engine:
         plain = engine.generate(LONG_PROMPT, method="plain", logprobs=3, **GREEDY)
         drafted = engine.generate(LONG_PROMPT, method="mtp-drafter", logprobs=3, **GREEDY)
         assert drafted.tokens == plain.tokens
@@ -176,10 +142,10 @@ def test_exact(open_engine: OpenEngine) -> None:
         assert drafted.stats.accepted > 0
 
 
-def test_logits_and_kv(open_engine: OpenEngine) -> None:
+def test_logits_and_kv(open_small: OpenEngine) -> None:
     """Both targets say the same and leave the same rows in the KV that a drafter reads."""
     tokens = np.array([LONG_PROMPT])
-    by_engine, by_torch = (open_engine("gemma4", verify=name) for name in ("engine", "torch"))
+    by_engine, by_torch = (open_small("gemma4", verify=name) for name in ("engine", "torch"))
     answers = []
     for engine in (by_engine, by_torch):
         engine.target.prefill(tokens[:, :10])
@@ -199,8 +165,8 @@ def test_logits_and_kv(open_engine: OpenEngine) -> None:
         np.testing.assert_allclose(array[:, :, :length], want_rows, atol=1e-5)
 
 
-def test_the_kv_is_shared_without_a_copy(open_engine: OpenEngine) -> None:
-    engine = open_engine("gemma4", verify="torch")
+def test_the_kv_is_shared_without_a_copy(open_small: OpenEngine) -> None:
+    engine = open_small("gemma4", verify="torch")
     engine.generate(LONG_PROMPT, **GREEDY)
     target: Any = engine.target
     assert isinstance(target, TorchTarget)
@@ -224,12 +190,12 @@ FAULTS = [(method, first, "raise") for method in METHODS for first in (0, 1, 5)]
 
 @pytest.mark.parametrize(("method", "first", "kind"), FAULTS)
 def test_it_stands_in_from_any_run_on(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, method: Any, first: int, kind: str
+    open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch, method: Any, first: int, kind: str
 ) -> None:
     """The prompt takes four runs, of early exit more: the first faults are in the middle of it."""
     name = METHODS[method]
-    want = open_engine(name).generate(LONG_PROMPT, method=method, **GREEDY)
-    engine = open_engine(name, prefill_chunk=7)
+    want = open_small(name).generate(LONG_PROMPT, method=method, **GREEDY)
+    engine = open_small(name, prefill_chunk=7)
     warnings: list[str] = []
     pieces: list[str] = []
     with monkeypatch.context() as patch:
@@ -250,32 +216,32 @@ def test_it_stands_in_from_any_run_on(
 
 
 def test_sampling_goes_on_with_the_same_numbers(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = open_engine("llama").generate(PROMPT, method="draft", **SAMPLED)
+    want = open_small("llama").generate(PROMPT, method="draft", **SAMPLED)
     Fault(monkeypatch, 4)
-    got = open_engine("llama").generate(
+    got = open_small("llama").generate(
         PROMPT, method="draft", on_warning=lambda message: None, **SAMPLED
     )
     assert got.tokens == want.tokens
     assert got.stats.verifier == "torch"
 
 
-def test_a_batch_goes_on(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_goes_on(open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [PROMPT, PROMPT[:3], LONG_PROMPT]
-    want = [open_engine("gemma4").generate(p, **GREEDY).tokens for p in prompts]
+    want = [open_small("gemma4").generate(p, **GREEDY).tokens for p in prompts]
     Fault(monkeypatch, 7)
     warnings: list[str] = []
-    got = open_engine("gemma4").generate(prompts, on_warning=warnings.append, **GREEDY)
+    got = open_small("gemma4").generate(prompts, on_warning=warnings.append, **GREEDY)
     assert [result.tokens for result in got] == want
     assert len(warnings) == 1
     assert all(result.stats.verifier == "torch" for result in got)
 
 
-def test_a_session_goes_on(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_goes_on(open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn fails behind KV of the first, which PyTorch reads again."""
-    want = open_engine("mtp").session()
-    session = open_engine("mtp").session()
+    want = open_small("mtp").session()
+    session = open_small("mtp").session()
     for one in (want, session):
         one.append(PROMPT)
         one.generate(**GREEDY)
@@ -309,21 +275,17 @@ def broken_copy(source: Path, tmp_path: Path) -> Path:
     manifest agrees with the file."""
     copy = tmp_path / "engines"
     shutil.copytree(source, copy)
-    text = (copy / "manifest.json").read_text()
-    old = manifests.sha256_of(copy / "target.onnx")
-    size = (copy / "target.onnx").stat().st_size
-    (copy / "target.onnx").write_bytes(bytes(size))
-    (copy / "manifest.json").write_text(
-        text.replace(old, manifests.sha256_of(copy / "target.onnx"))
-    )
+    target = copy / "target.onnx"
+    target.write_bytes(bytes(target.stat().st_size))
+    toys.agree(copy)
     return copy
 
 
 # Refused.
 
 
-def test_strict_refuses_it(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = open_engine("gemma4")
+def test_strict_refuses_it(open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_small("gemma4")
     want = engine.generate(PROMPT, **GREEDY)
     with monkeypatch.context() as patch:
         Fault(patch, 3)
@@ -337,16 +299,16 @@ def test_strict_refuses_it(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("options", [{"verify": "engine"}, {"exact": True}])
 def test_nobody_stands_in(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """In exact mode the rest of the text would have other bits."""
-    engine = open_engine("gemma4", **options)
+    engine = open_small("gemma4", **options)
     Fault(monkeypatch, 3)
     with pytest.raises(EngineError, match="planted"):
         engine.generate(PROMPT, **GREEDY)
 
 
-def test_drafters_of_the_caller_raise_their_own(open_engine: OpenEngine) -> None:
+def test_drafters_of_the_caller_raise_their_own(open_small: OpenEngine) -> None:
     """An error of a drafter, passed on while the prompt is read, is none of the target's."""
 
     class Refusing:
@@ -361,7 +323,7 @@ def test_drafters_of_the_caller_raise_their_own(open_engine: OpenEngine) -> None
 
             return verb
 
-    engine = open_engine("mtp")
+    engine = open_small("mtp")
     with pytest.raises(EngineError, match="the drafter failed: RuntimeError: not today"):
         engine.generate(PROMPT, drafter=Refusing(), strict=True, **GREEDY)
     target: Any = engine.target
@@ -369,10 +331,10 @@ def test_drafters_of_the_caller_raise_their_own(open_engine: OpenEngine) -> None
 
 
 def test_both_fail(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, folder: Callable[[str], Path]
+    open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch, folder: Callable[[str], Path]
 ) -> None:
     """One error names both; the engine that works again is used again."""
-    engine = open_engine("gemma4")
+    engine = open_small("gemma4")
     want = engine.generate(PROMPT, **GREEDY).tokens
     with monkeypatch.context() as patch:
         Fault(patch, 2)
@@ -385,12 +347,12 @@ def test_both_fail(
 
 @pytest.mark.parametrize("name", ["gemma4", "mtp"])
 def test_both_fail_later(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str
+    open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """PyTorch loads and cannot read: the engine is asked again the next time."""
-    session = open_engine(name).session()
+    session = open_small(name).session()
     session.append(PROMPT)
-    want = open_engine(name).generate(PROMPT, **GREEDY).tokens
+    want = open_small(name).generate(PROMPT, **GREEDY).tokens
     with monkeypatch.context() as patch:
         Fault(patch, 2)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
@@ -406,11 +368,11 @@ def test_both_fail_later(
 
 @pytest.mark.parametrize("name", ["gemma4", "mtp"])
 def test_cancelled_while_pytorch_reads(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str
+    open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Rows that PyTorch has written are never taken for the engine's."""
-    want = open_engine(name).generate(LONG_PROMPT, **GREEDY).tokens
-    session = open_engine(name, prefill_chunk=7).session()
+    want = open_small(name).generate(LONG_PROMPT, **GREEDY).tokens
+    session = open_small(name, prefill_chunk=7).session()
     session.append(LONG_PROMPT)
     token = specrun.CancelToken()
     step = TorchTarget._step
@@ -432,8 +394,8 @@ def unreachable(*arguments: Any) -> Any:
     raise SourceError("no such luck")
 
 
-def test_pytorch_fails_too(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = open_engine("llama", verify="torch")
+def test_pytorch_fails_too(open_small: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_small("llama", verify="torch")
     want = engine.generate(PROMPT, **GREEDY).tokens
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
@@ -481,11 +443,9 @@ def skipped(once: Callable[..., Path]) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("method", ["plain", "draft", "universal", "mtp", "mtp-drafter"])
-def test_drafters_only(
-    open_engine: OpenEngine, skipped: Callable[[str], Path], method: Any
-) -> None:
+def test_drafters_only(open_small: OpenEngine, skipped: Callable[[str], Path], method: Any) -> None:
     name = METHODS[method]
-    want = open_engine(name).generate(LONG_PROMPT, method=method, **GREEDY)
+    want = open_small(name).generate(LONG_PROMPT, method=method, **GREEDY)
     with specrun.load(skipped(name)) as engine:
         got = engine.generate(LONG_PROMPT, method=method, strict=True, **GREEDY)
     assert got.tokens == want.tokens
@@ -519,8 +479,8 @@ def test_such_a_folder_is_tuned_too(skipped: Callable[[str], Path], tmp_path: Pa
         assert engine.generate(PROMPT, **GREEDY).stats.providers["target"] == "PyTorch (cpu)"
 
 
-def test_costs_of_engines_are_not_those_of_pytorch(open_engine: OpenEngine) -> None:
-    assert open_engine("gemma4", verify="torch").not_tuned == (
+def test_costs_of_engines_are_not_those_of_pytorch(open_small: OpenEngine) -> None:
+    assert open_small("gemma4", verify="torch").not_tuned == (
         "PyTorch verifies, and specrun tune measures the engines"
     )
 

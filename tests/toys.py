@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -429,6 +430,19 @@ def write_folder(folder: Path, toy: Toy) -> Path:
 
 
 Change = Callable[[dict[str, Any]], object]
+
+
+def agree(folder: Path) -> None:
+    """Let the manifest agree with the files as they are, as if they had been exported so."""
+    file = folder / MANIFEST
+    data = json.loads(file.read_text(encoding="utf-8"))
+    hashes: dict[str, str] = {}
+    for listed in data["files"]:
+        path = folder / listed["path"]
+        listed["size"] = path.stat().st_size
+        hashes[listed["sha256"]] = sha256_of(path)
+    text = re.sub("|".join(hashes), lambda found: hashes[found[0]], json.dumps(data))
+    file.write_text(text, encoding="utf-8")
 
 
 def change(folder: Path, edit: Change) -> None:

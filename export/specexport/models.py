@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from specexport import mtp_weights, streamed
@@ -31,3 +33,16 @@ def load_mtp(source: Source, own: Weights, target: Any, memory: int, dtype: Any)
     if own.total_nbytes <= memory and source.scheme is None:
         return mtp_weights.load_reference(source, target, dtype), WHOLE
     return streamed.load_mtp(target, own), STREAMED
+
+
+@contextlib.contextmanager
+def last_hidden(model: Any) -> Iterator[list[Any]]:
+    """Collects the hidden states behind the final norm, of each forward pass of ``model``."""
+    seen: list[Any] = []
+    handle = model.model.register_forward_hook(
+        lambda module, args, output: seen.append(output.last_hidden_state)
+    )
+    try:
+        yield seen
+    finally:
+        handle.remove()

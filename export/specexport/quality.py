@@ -50,9 +50,8 @@ def reference(source: Source, model: Any, scope: str, max_context: int) -> Judge
         hidden = model.model(torch.from_numpy(ids)[None], use_cache=False).last_hidden_state[0]
         cap = families.softcap(model.config)
         for start in range(0, len(ids) - 1, PIECE):
-            rows = model.lm_head(hidden[start : min(start + PIECE, len(ids) - 1)]).float()
-            if cap is not None:
-                rows = torch.tanh(rows / cap) * cap
+            piece = hidden[start : min(start + PIECE, len(ids) - 1)]
+            rows = families.head_logits(model, piece, cap)
             found, loss = _judge(rows.numpy(), ids[start + 1 : start + 1 + len(rows)])
             best.append(found)
             losses.append(loss)

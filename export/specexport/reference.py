@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport.models import DEQUANTIZED, WHOLE, load
+from specexport.models import DEQUANTIZED, WHOLE, last_hidden, load
 from specexport.numbers import relative_error
 from specexport.parts.base import DrafterPart, TargetRun
 from specexport.sources import Source
@@ -99,19 +98,6 @@ def compute(
     return replace(seen, noise=_noise(seen, rounded, parts))
 
 
-@contextlib.contextmanager
-def _last_hidden(model: Any) -> Iterator[list[Any]]:
-    """Collects the hidden states behind the final norm, of each forward pass."""
-    seen: list[Any] = []
-    handle = model.model.register_forward_hook(
-        lambda module, args, output: seen.append(output.last_hidden_state)
-    )
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 def _noise(exact: Reference, rounded: Reference, parts: Sequence[DrafterPart]) -> dict[str, float]:
     noise = {
         "logits": max(relative_error(rounded.logits[p], exact.logits[p]) for p in exact.logits),
@@ -138,7 +124,7 @@ def _run(
     for part in parts:
         asked |= part.forward_options
     model, scope = load(target, memory, dtype)
-    with torch.no_grad(), _last_hidden(model) as last:
+    with torch.no_grad(), last_hidden(model) as last:
         out = model(
             torch.from_numpy(tokens)[None],
             use_cache=False,

@@ -17,19 +17,23 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
+from specexport.models import last_hidden
 from specgraphs import families
 from specrun.contract import Part, past
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.options import PREFILL_CHUNK
-from specrun.target import BetweenChunks, OnRows, Rows, in_chunks
+from specrun.target import KvTarget, OnRows, Rows
 
 
-class TorchTarget:
+class TorchTarget(KvTarget):
     """transformers' causal language model on KV buffers, for one sequence.
 
     ``early_exit``: layers of the model that draft, see ``draft``; None: it does not.
     """
+
+    all_hidden = True
+    name = "PyTorch"
 
     def __init__(
         self,
@@ -52,50 +56,10 @@ class TorchTarget:
             layers=[_CacheLayer(self._rows, i) if plan.owns(i) else DummyLayer() for i in layers]
         )
 
-    @property
-    def length(self) -> int:
-        """Tokens in the KV buffers."""
-        return self.kv.length
-
-    @property
-    def room(self) -> int:
-        """Rows that the next ``verify`` can take."""
-        return self.kv.room
-
-    def prefill(
-        self,
-        tokens: NDArray[np.int64],
-        *,
-        want_logits: bool = False,
-        on_rows: OnRows | None = None,
-        between_chunks: BetweenChunks | None = None,
-    ) -> Rows:
-        """Feed ``tokens`` ``[1, n]`` in chunks; returns the last row only.
-
-        ``on_rows`` gets every hidden row. Raises ContextFull before anything is written,
-        EngineError, and what ``between_chunks`` raises.
-        """
-        self.kv.reserve(tokens.shape[1])
-        *chunks, last = in_chunks(tokens, self.prefill_chunk)
-        for chunk in chunks:
-            self._step(chunk, 1, False, on_rows)
-            if between_chunks is not None:
-                between_chunks()
-        return self._step(last, 1, want_logits, on_rows)
-
-    def verify(self, tokens: NDArray[np.int64], *, want_logits: bool = False) -> Rows:
-        """Feed ``tokens`` ``[1, rows]``; returns every row. Raises ContextFull, EngineError."""
-        self.kv.reserve(tokens.shape[1])
-        return self._step(tokens, tokens.shape[1], want_logits)
-
     def truncate(self, length: int) -> None:
         """Forget KV rows from ``length`` on. Raises ValueError when there are fewer."""
-        self.kv.truncate(length)
+        super().truncate(length)
         self._ahead = 0
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless lengths and buffers belong together."""
-        self.kv.check_integrity()
 
     def start_drafting(self, rows: int) -> int:
         """The first layers are ahead by nothing; returns how many of ``rows`` they can take."""
@@ -120,15 +84,15 @@ class TorchTarget:
     def _step(
         self,
         tokens: NDArray[np.int64],
-        wanted: int,
+        first_row: int,
         want_logits: bool,
         on_rows: OnRows | None = None,
     ) -> Rows:
-        """All layers over ``tokens``, and the head over the last ``wanted`` rows."""
         count, start = tokens.shape[1], self.length
+        wanted = count - first_row
         # Given a number, layers that share KV skip the other rows; given places, they do not.
-        keep = wanted if on_rows is None else torch.arange(count - wanted, count)
-        with self._running(start), _last_hidden(self._model.model) as hidden:
+        keep = wanted if on_rows is None else torch.arange(first_row, count)
+        with self._running(start), last_hidden(self._model) as hidden:
             out = self._model(**self._inputs(tokens), logits_to_keep=keep)
         self.kv.advance(count)
         self._ahead = 0
@@ -173,7 +137,9 @@ class TorchTarget:
             with torch.inference_mode():
                 yield
         except Exception as error:
-            raise EngineError(f"PyTorch: a run failed: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"{self.name}: a run failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 class _Left(Exception):
@@ -264,21 +230,6 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
     def get_max_length(self) -> int:
         """No limit of its own."""
         return -1
-
-
-@contextlib.contextmanager
-def _last_hidden(decoder: Any) -> Iterator[list[Any]]:
-    """Collects the hidden states behind the final norm of a forward pass."""
-    seen: list[Any] = []
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        seen.append(output.last_hidden_state)
-
-    handle = decoder.register_forward_hook(keep)
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def _rows(logits: Any, hidden: Any, want_logits: bool) -> Rows:

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast, overload
 
 from specrun import manifest
@@ -18,14 +17,15 @@ from specrun.cancel import CancelToken
 from specrun.drafters.base import Drafter
 from specrun.errors import ContextFull, UsageError
 from specrun.generation import Generation
-from specrun.lane import Lane, Resources
+from specrun.lane import Lane
 from specrun.limits import MAX_TEMPLATE_BYTES
 from specrun.loop import OnRound, Progress
 from specrun.options import EngineOptions, GenerateOptions, build
-from specrun.process import NotCopied, Turn, check_process
+from specrun.process import Closing, Turn, check_process
 from specrun.prompt import Prompt, Prompts, check_ids, encode_prompt, is_batch
 from specrun.request import LogitsProcessors, OnWarning, Request
 from specrun.resolve import resolve_engine, resolve_generate, unsupported_defaults
+from specrun.resources import Resources
 from specrun.result import Result
 from specrun.schedules import Schedules
 from specrun.session import Session
@@ -44,7 +44,7 @@ def load(folder: str | Path, *, options: EngineOptions | None = None, **changes:
     return Engine(Path(folder), build(EngineOptions, changes, options))
 
 
-class Engine(NotCopied):
+class Engine(Closing):
     """A target, its tokenizer and whatever drafts for it.
 
     One generation at a time: a second one, from any thread, is refused while the first runs.
@@ -305,17 +305,6 @@ class Engine(NotCopied):
                 session.close()
             self._resources.close()
             self._lane = self._progress = None
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def start(self, request: Request, begin: Callable[[], tuple[Lane, Progress]]) -> TextStream:
         """A stream of ``request``. With its first piece the engine is busy and ``begin`` called."""

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from specrun.cancel import EarlyEnd, EndedEarly
 from specrun.judge import TokenLogprob
-from specrun.lane import Lane, Resources, Verification
+from specrun.lane import Lane
 from specrun.loop import Commit, Progress
 from specrun.request import Request
+from specrun.resources import Resources
 from specrun.result import Result
 from specrun.stats import Meter
 from specrun.stopping import FinishReason
+from specrun.verification import Verification
 
 
 class _Place(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from specrun.errors import UsageError
 
@@ -19,6 +19,20 @@ class NotCopied:
             f"{name}: cannot be copied or pickled",
             hint="use the one there is; another process loads the folder for itself",
         )
+
+
+class Closing(NotCopied):
+    """Base of what is closed at the end of a ``with``."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Turn:

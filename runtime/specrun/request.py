@@ -14,10 +14,11 @@ from specrun.drafters.model import Reader
 from specrun.drafters.none import NoDrafter
 from specrun.errors import EngineError, SpecrunError
 from specrun.judge import Judge
-from specrun.lane import Lane, Resources
+from specrun.lane import Lane
 from specrun.loop import Commit, DraftPlan, OnRound, Progress, Round, speculate
 from specrun.options import GenerateOptions
 from specrun.processors import Logits, Prefix
+from specrun.resources import Resources
 from specrun.sampling import Sampler
 from specrun.schedule import Schedule
 from specrun.stats import Meter

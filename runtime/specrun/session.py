@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from specrun.cancel import CancelToken
@@ -14,7 +13,7 @@ from specrun.errors import UsageError
 from specrun.lane import Lane
 from specrun.loop import OnRound, Progress
 from specrun.options import GenerateOptions, build
-from specrun.process import NotCopied
+from specrun.process import Closing
 from specrun.prompt import Prompt
 from specrun.request import LogitsProcessors, OnWarning
 from specrun.result import Result
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from specrun.engine import Engine
 
 
-class Session(NotCopied):
+class Session(Closing):
     """Tokens with their KV rows. Made by :meth:`specrun.Engine.session`.
 
     Append, generate, rewind and go on: the result is that of one cold run over the same tokens, and
@@ -143,17 +142,6 @@ class Session(NotCopied):
         for stream in list(self._streams):
             stream.close()
         self._lane = self._progress = None
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless tokens and KV belong together."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
 
 from specrun.errors import UsageError
 from specrun.generation import Generation
-from specrun.process import NotCopied, Turn
+from specrun.process import Closing, Turn
 from specrun.result import Result
 
 
-class TextStream(NotCopied, Iterator[str]):
+class TextStream(Closing, Iterator[str]):
     """Pieces of text as they are committed; ``result`` when they are through.
 
     The engine is busy from the first piece until the stream ends or is closed. ``partial`` is what
@@ -75,17 +74,6 @@ class TextStream(NotCopied, Iterator[str]):
         """
         with self._alone():
             self._end(GeneratorExit())
-
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _next(self) -> str:
         self._check_process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -147,32 +148,13 @@ class KvEngine:
         )
 
 
-class Target:
-    """A target session with its KV buffers."""
+class KvTarget(abc.ABC):
+    """A target on KV buffers that reads a prompt in chunks. Whose it is, ``_step`` knows."""
 
-    def __init__(
-        self,
-        session: Any,
-        engine: EngineSpec,
-        *,
-        max_context: int,
-        batch: int = 1,
-        prefill_chunk: int = PREFILL_CHUNK,
-        initial_capacity: int = INITIAL_CAPACITY,
-    ) -> None:
-        self.engine = engine
-        self.prefill_chunk = prefill_chunk
-        types = {node.name: TYPES[node.type] for node in session.get_inputs()}
-        dtype = types[past(engine.kv[0].layer, Part.KEY)]
-        self.kv = KvBuffers(
-            engine.kv,
-            dtype,
-            max_context=max_context,
-            batch=batch,
-            initial_capacity=initial_capacity,
-        )
-        self._on_kv = KvEngine(session, engine, self.kv)
-        self._runs: RunCache[PreparedRun] = RunCache()
+    kv: KvBuffers
+    prefill_chunk: int
+    all_hidden: bool  # whether a run gives the hidden state of every row
+    name: str  # for messages
 
     @property
     def length(self) -> int:
@@ -198,9 +180,9 @@ class Target:
         Raises ContextFull before anything is written, EngineError, and what ``between_chunks``
         raises.
         """
-        if on_rows is not None and not self.engine.all_hidden:
+        if on_rows is not None and not self.all_hidden:
             raise EngineError(
-                f"{self.engine.file}: returns no hidden states of the prompt",
+                f"{self.name}: returns no hidden states of the prompt",
                 hint="this drafter needs a target without layers that share KV",
             )
         self.kv.reserve(tokens.shape[1])
@@ -224,6 +206,48 @@ class Target:
         """Raise RuntimeError unless lengths and buffers belong together."""
         self.kv.check_integrity()
 
+    @abc.abstractmethod
+    def _step(
+        self,
+        tokens: NDArray[np.int64],
+        first_row: int,
+        want_logits: bool,
+        on_rows: OnRows | None = None,
+    ) -> Rows:
+        """Feed ``tokens`` ``[batch, rows]`` behind ``length``; the rows from ``first_row`` on.
+
+        ``on_rows`` gets all. Raises EngineError.
+        """
+
+
+class Target(KvTarget):
+    """A target session with its KV buffers."""
+
+    def __init__(
+        self,
+        session: Any,
+        engine: EngineSpec,
+        *,
+        max_context: int,
+        batch: int = 1,
+        prefill_chunk: int = PREFILL_CHUNK,
+        initial_capacity: int = INITIAL_CAPACITY,
+    ) -> None:
+        self.engine = engine
+        self.all_hidden, self.name = engine.all_hidden, engine.file
+        self.prefill_chunk = prefill_chunk
+        types = {node.name: TYPES[node.type] for node in session.get_inputs()}
+        dtype = types[past(engine.kv[0].layer, Part.KEY)]
+        self.kv = KvBuffers(
+            engine.kv,
+            dtype,
+            max_context=max_context,
+            batch=batch,
+            initial_capacity=initial_capacity,
+        )
+        self._on_kv = KvEngine(session, engine, self.kv)
+        self._runs: RunCache[PreparedRun] = RunCache()
+
     def _step(
         self,
         tokens: NDArray[np.int64],
@@ -242,7 +266,7 @@ class Target:
         hidden = run.outputs[HIDDEN]
         if on_rows is not None:
             on_rows(int(self.kv.lengths[0]) - rows, hidden[0])
-        wanted = hidden[:, first_row:] if self.engine.all_hidden else hidden
+        wanted = hidden[:, first_row:] if self.all_hidden else hidden
         outputs = run.outputs
         return Rows(outputs[ARGMAX], wanted, outputs.get(LOGITS), outputs[MARGIN])
 

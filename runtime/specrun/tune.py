@@ -23,12 +23,13 @@ from specrun import manifest as manifests
 from specrun.drafters.base import Drafter, Proposal
 from specrun.errors import UsageError
 from specrun.generation import Generation
-from specrun.lane import Lane, Resources
+from specrun.lane import Lane
 from specrun.loop import Progress
 from specrun.options import EngineOptions, GenerateOptions, Method
 from specrun.outcome import Outcome
 from specrun.request import Request
 from specrun.resolve import engines_only, resolve_engine, resolve_generate
+from specrun.resources import Resources
 from specrun.sampling import Sampler
 from specrun.text import Tokenizer
 from specrun.tuning import (

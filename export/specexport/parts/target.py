@@ -38,15 +38,8 @@ class WholeTarget:
         return {TARGET_ENGINE: causal_spec(TARGET_ENGINE, self.source, settings)}
 
 
-class TorchOnly:
+class TorchOnly(WholeTarget):
     """A target without an engine: PyTorch verifies, from the checkpoint."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def check(self) -> None:
-        """See :class:`TargetPart`."""
-        check_target(self.source)
 
     def trace(self, fake: FakeModel, settings: Settings) -> dict[str, EngineGraph]:
         """Nothing."""
