@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import specrun
 from specexport import exporter
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import Source, resolve_pair
 from specrun import manifest as manifests
 from specrun.contract import Role
