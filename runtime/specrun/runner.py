@@ -3,9 +3,9 @@
 ::
 
     Session    an engine that is open; knows the memory its KV buffers must be in
-      prepare  -> Run     all tensors bound to buffers: fill ``inputs``, ``run()``, read ``outputs``
+      prepare  -> Run      all tensors bound; refill ``inputs``, ``run()``, read ``outputs``
     Memory     gives KV buffers
-      zeros    -> Buffer  bound as an input and, for what the engine writes, as an output too
+      zeros    -> Buffer   bound as an input and, for what the engine writes, as an output too
 
 Inputs and outputs of a run are the host's: small ones are copied by every run, large ones (logits,
 hidden states) when somebody looks at them, as an output may be any object that NumPy can make an
