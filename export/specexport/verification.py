@@ -53,6 +53,7 @@ class TorchModel:
                 spec.kv_dtype,
                 max_context=max_context,
                 initial_capacity=initial_capacity,
+                fixed=spec.fixed,
             )
         front = self.manifest.engines.get(FRONT_ENGINE)
         split = None if front is None else front.split

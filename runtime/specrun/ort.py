@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from specrun.contract import DType, TensorSpec
 from specrun.errors import DeviceError, EngineError
+from specrun.fixed import as_contract
 from specrun.manifest import REEXPORT, EngineSpec
 from specrun.memory import HOST, HostBuffer
-from specrun.runner import Buffer, Memory
+from specrun.runner import Buffer, Memory, Session
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -45,7 +46,7 @@ def open_session(
     device: str = "cpu",
     mapped: bool = False,
     spin: bool = False,
-) -> OrtSession:
+) -> Session:
     """Open an engine and check that its inputs and outputs are those of the manifest.
 
     ``mapped``: run on the weights as they are mapped from the file, without ONNX Runtime's own
@@ -80,7 +81,7 @@ def open_session(
         check_io(session, engine, path.name)
     except UnicodeDecodeError as error:  # in a name
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
-    return OrtSession(session, engine)
+    return as_contract(OrtSession(session, engine))
 
 
 def session_of_bytes(model: bytes, *, threads: int) -> Any:
@@ -147,8 +148,8 @@ def _release(version: str) -> tuple[int, ...]:
 def check_io(session: Any, engine: EngineSpec, name: str) -> None:
     """Compare a session's inputs and outputs with the manifest's. Raises EngineError."""
     for what, declared, found in (
-        ("input", engine.inputs, session.get_inputs()),
-        ("output", engine.outputs, session.get_outputs()),
+        ("input", engine.file_io[0], session.get_inputs()),
+        ("output", engine.file_io[1], session.get_outputs()),
     ):
         nodes = {node.name: node for node in found}
         if extra := sorted(nodes.keys() - {spec.name for spec in declared}):
@@ -186,7 +187,7 @@ class OrtSession:
         self.spec = spec
         self.memory: Memory = HOST
         self.provider = str(raw.get_providers()[0])
-        self._dtypes = {tensor.name: tensor.dtype for tensor in (*spec.inputs, *spec.outputs)}
+        self._dtypes = {tensor.name: tensor.dtype for io in spec.file_io for tensor in io}
 
     def prepare(
         self,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from specrun.runner import Session
     from specrun.target import Verifier
 
+CAPACITY_STEP = 64  # of KV buffers of a fixed size, so that whole blocks fit into them
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
 KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
 
@@ -73,7 +74,8 @@ class Settings:
         if not self.tensorrt:
             return None
         drafts = self.num_draft if role is Role.MTP_DRAFTER else None
-        return FixedSizes(max_context or self.max_context, drafts)
+        rows = max_context or self.max_context
+        return FixedSizes(-(-rows // CAPACITY_STEP) * CAPACITY_STEP, drafts)
 
     def of_engine(self, name: str) -> Precision:
         """The precision of the engine called ``name``."""

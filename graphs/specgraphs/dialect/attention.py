@@ -8,8 +8,8 @@ rows end at position ``last``, R of them::
     mask[r,c] = c <= start + r  and  c > start + r - window
     out[r]    = softmax(scale * query[r] . present_key[c] where mask) @ present_value
 
-TensorRT 1.7 (RTX) has kernels for ``Attention`` with heads of 16 to 256 values in fp16 and bf16;
-everything else is written out, the softmax in fp32.
+TensorRT for RTX 1.7 has kernels for ``Attention`` in fp16 and bf16 with more than one head, of 16
+to 256 values each; everything else is written out, the softmax in fp32.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Attention:
     @property
     def is_fused(self) -> bool:
         """Whether TensorRT has a kernel for it."""
-        return self.dtype in HALVES and self.head in FUSED_HEADS
+        return self.dtype in HALVES and self.heads > 1 and self.head in FUSED_HEADS
 
     def _inputs(self) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Query, key and value ``[batch, rows, heads * head]``, rotated."""
