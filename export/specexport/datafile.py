@@ -74,7 +74,7 @@ class DataFile:
         offset = self._align(length)
         for chunk in chunks:
             data = np.ascontiguousarray(_convert(chunk, dtype, key[1]))
-            self._file.write(data.data)
+            self._file.write(as_bytes(data))
             if self._progress is not None:
                 self._progress(data.nbytes)
         written = self._file.tell() - offset
@@ -97,7 +97,7 @@ class DataFile:
             raise WeightsError(f"{array.nbytes} bytes at {start} do not fit into {place.length}")
         end = self._file.tell()
         self._file.seek(place.offset + start)
-        self._file.write(np.ascontiguousarray(array).data)
+        self._file.write(as_bytes(array))
         self._file.seek(end)
         if self._progress is not None:
             self._progress(array.nbytes)
@@ -124,6 +124,11 @@ class DataFile:
         offset = -(-self._file.tell() // align) * align
         self._file.write(b"\0" * (offset - self._file.tell()))
         return offset
+
+
+def as_bytes(array: NDArray[Any]) -> memoryview:
+    """The bytes of ``array`` in order, also of dtypes that are not NumPy's own (bfloat16)."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _write_at(number: int, data: memoryview, offset: int) -> None:

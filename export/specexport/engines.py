@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specexport import heap
-from specexport.datafile import DATA_FILE, DataFile, Range, alignment
+from specexport.datafile import DATA_FILE, DataFile, Range, alignment, as_bytes
 from specexport.errors import ExportError
 from specexport.made import Sources, key, write
 from specgraphs import experts
@@ -114,7 +114,7 @@ def write_engine(
 
 
 def _content(array: NDArray[Any]) -> tuple[str, str]:
-    return ("constant", hashlib.sha256(np.ascontiguousarray(array).data).hexdigest())
+    return ("constant", hashlib.sha256(as_bytes(array)).hexdigest())
 
 
 def _store(

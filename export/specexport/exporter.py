@@ -58,8 +58,8 @@ BYTES_PER_WEIGHT = {
 }
 IN_BLOCKS = ("int8", "int4")  # a run on mapped weights unpacks all of them
 NO_BF16 = (
-    "not compared with transformers: there is no bf16 in ONNX Runtime on a CPU;"
-    " --activations fp32 exports the same graph for it"
+    "not compared with transformers, as ONNX Runtime has no bf16 on a CPU: the same graph with"
+    " --precision fp32, or --activations fp32 beside integers, can be"
 )
 NOT_JUDGED = (
     "perplexity was not measured, as that would take more memory: --memory {:.1f} or more does it"

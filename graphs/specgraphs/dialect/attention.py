@@ -8,8 +8,8 @@ rows end at position ``last``, R of them::
     mask[r,c] = c <= start + r  and  c > start + r - window
     out[r]    = softmax(scale * query[r] . present_key[c] where mask) @ present_value
 
-TensorRT for RTX 1.7 has kernels for ``Attention`` in fp16 and bf16 with more than one head, of 16
-to 256 values each; everything else is written out, the softmax in fp32.
+TensorRT for RTX 1.7 has kernels for ``Attention`` in fp16 and bf16 with heads of 16 to 256 values;
+with fewer than four heads not for every number of rows. All else is written out, softmax in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from onnx_ir.passes import InPlacePass, PassResult
 from specgraphs.nodes import Nodes, replace
 from specrun import contract
 
-FUSED_HEADS = range(16, 257, 8)
+FUSED_HEADS = range(16, 257, 8)  # values of a head
+FUSED_FROM = 4  # heads
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 LOWEST = float(np.finfo(np.float32).min)  # of a masked score; finite, so that nothing becomes NaN
 AXIS = contract.KV_AXIS
@@ -130,7 +131,7 @@ class _Attention:
     @property
     def is_fused(self) -> bool:
         """Whether TensorRT has a kernel for it."""
-        return self.dtype in HALVES and self.heads > 1 and self.head in FUSED_HEADS
+        return self.dtype in HALVES and self.heads >= FUSED_FROM and self.head in FUSED_HEADS
 
     def _inputs(self) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Query, key and value ``[batch, rows, heads * head]``, rotated."""

@@ -7,6 +7,8 @@ the lookup behind it, so the floats never exist as a whole.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
 from specgraphs.engine_graph import EngineGraph
@@ -75,16 +77,17 @@ class _Editor:
         *lead, columns = shape
         title = "+".join(source.label for source in recipe.sources)
         values = self._made(f"{title}.signed", Made(recipe), SIGNED[recipe.bits], shape)
-        scales = self._made(
-            f"{title}.scales",
-            Made(recipe, "scales"),
-            dtype,
-            (*lead, -(-columns // recipe.size)),
+        if columns % recipe.size or (recipe.bits == 4 and columns % 2):
+            raise ValueError(f"{title}: {columns} columns are no whole blocks of {recipe.size}")
+        blocks = columns // recipe.size
+        # One block in a row: a scale per row, as TensorRT fails on blocks as long as the row.
+        sizes = (*lead, blocks) if blocks > 1 else tuple(lead)
+        how: dict[str, Any] = (
+            {"axis": len(lead), "block_size": recipe.size} if blocks > 1 else {"axis": 0}
         )
+        scales = self._made(f"{title}.scales", Made(recipe, "scales"), dtype, sizes)
         nodes = Nodes(title)
-        table = nodes.add(
-            "DequantizeLinear", values, scales, axis=len(lead), block_size=recipe.size
-        )
+        table = nodes.add_many("DequantizeLinear", 1, values, scales, **how)[0]
         table.dtype, table.shape = dtype, ir.Shape(shape)
         self.graph.insert_before(self.graph[0], nodes.nodes)
         return table
