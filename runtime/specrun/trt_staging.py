@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
-from specrun import bfloat16
 from specrun.contract import DType
 from specrun.trt_cuda import Cuda, Memory, Stream
 
@@ -43,7 +43,7 @@ class Layout:
 
 def nbytes_of(dtype: DType, shape: Shape) -> int:
     """Bytes of a tensor."""
-    return math.prod(shape) * bfloat16.stored(dtype).itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 class Block:
@@ -56,7 +56,7 @@ class Block:
     def views(self, layout: Layout) -> dict[str, NDArray[Any]]:
         """The tensors in the host's memory, as they are stored. Valid as long as this block."""
         return {
-            name: self._pinned.array(place.offset, place.shape, bfloat16.stored(place.dtype))
+            name: self._pinned.array(place.offset, place.shape, np.dtype(place.dtype.numpy))
             for name, place in layout.places.items()
         }
 
@@ -91,7 +91,7 @@ class Shared:
         return block
 
     def output(self, name: str, nbytes: int) -> Memory:
-        """Memory of at least ``nbytes`` for an output. What it was before lives while it is used."""
+        """Memory of at least ``nbytes`` for an output; what it had before goes with its users."""
         memory = self._outputs.get(name)
         if memory is None or memory.nbytes < nbytes:
             what = f"{self._name}: {name}"
