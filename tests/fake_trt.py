@@ -97,6 +97,9 @@ class ILogger:
         raise NotImplementedError
 
 
+Base = ILogger  # as Library has the class under its name
+
+
 class Library:
     """Stands in for the module ``tensorrt_rtx``, or ``tensorrt``.
 
@@ -123,7 +126,7 @@ class Library:
         self.fails: dict[str, str] = {}
         self.compiled: list[str] = []  # kernels that no cache had
 
-    def Runtime(self, logger: ILogger) -> Runtime:
+    def Runtime(self, logger: Base) -> PlainRuntime:
         """Make a runtime; of the class that the flavour has."""
         if not getattr(logger, "there", False):
             raise TypeError("ILogger.__init__() must be called when overriding __init__")
@@ -136,11 +139,11 @@ class Library:
         weakref.finalize(thing, self.freed.append, name)
         return thing
 
-    def says(self, logger: ILogger, message: str) -> None:
+    def says(self, logger: Base, message: str) -> None:
         """An error for the logger."""
-        logger.log(ILogger.Severity.ERROR, message)
+        logger.log(Base.Severity.ERROR, message)
 
-    def failing(self, logger: ILogger, method: str) -> bool:
+    def failing(self, logger: Base, method: str) -> bool:
         """Whether ``method`` is to fail now."""
         if method in self.fails:
             self.says(logger, self.fails[method])

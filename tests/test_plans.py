@@ -1,4 +1,4 @@
-"""What a manifest may say of plans, which plan is taken on a device, and which profile for a run."""
+"""What a manifest may say of plans, which is taken on a device, and which profile for a run."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def agree(fake: list[tuple[str, bool]], real: list[tuple[str, bool]]) -> bool:
     return same and all(r or not f for (_, f), (_, r) in zip(fake, real, strict=True))
 
 
-def own_signature(method: FunctionType) -> list[tuple[str, bool]]:
+def own_signature(method: Any) -> list[tuple[str, bool]]:
     """The same of a method of a fake."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return [(p.name, p.default is not inspect.Parameter.empty) for p in parameters]
@@ -155,6 +155,33 @@ def test_errors_come_as_the_fake_gives_them() -> None:
     assert cudart.cudaGetErrorString(error)[1] == b"out of memory"
     assert isinstance(cudart.cudaGetDeviceCount(), tuple)
     assert int(cudart.cudaStream_t(0x50)) == 0x50
+
+
+def test_real_calls_take_what_the_runner_gives() -> None:
+    """Addresses and streams as integers. Without a GPU each call says so, and takes nothing."""
+    if not int(cudart.cudaGetDeviceCount()[0]):
+        pytest.skip("there is a GPU, which would use these addresses")
+    copy = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+    mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    address, stream = 0x1000, 0x50
+    for result in (
+        cudart.cudaSetDevice(0),
+        cudart.cudaDeviceGetAttribute(cudart.cudaDeviceAttr(75), 0),
+        cudart.cudaMemGetInfo(),
+        cudart.cudaMalloc(16),
+        cudart.cudaMallocHost(16),
+        cudart.cudaFree(address),
+        cudart.cudaFreeHost(address),
+        cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking),
+        cudart.cudaMemcpyAsync(address, address, 16, copy, stream),
+        cudart.cudaMemcpy2DAsync(address, 8, address, 8, 8, 2, copy, stream),
+        cudart.cudaMemsetAsync(address, 0, 16, stream),
+        cudart.cudaStreamSynchronize(stream),
+        cudart.cudaStreamBeginCapture(stream, mode),
+        cudart.cudaStreamEndCapture(stream),
+        cudart.cudaStreamDestroy(stream),
+    ):
+        assert isinstance(result, tuple) and int(result[0])
 
 
 def used_of(names: set[str]) -> Iterator[tuple[str, int, str]]:

@@ -11,17 +11,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import toys
-from fake_cuda import FakeCuda
-from fake_trt import FUNCTIONS, Arrays, Library
+from fake_trt import FUNCTIONS, Arrays
 from numpy.typing import NDArray
 from toys import HIDDEN_SIZE, LAYER, Toy
 
@@ -36,6 +33,7 @@ CAPACITY = 256
 PREFILL, DECODE = 64, 12  # most rows
 DRAFTS = 16  # steps of a drafter's run
 WANTED_ROWS = "wanted_rows"
+VERSIONS: dict[Flavour, str] = {"tensorrt_rtx": "1.7.1.116", "tensorrt": "10.15.1.29"}
 KEY, VALUE = past(0, Part.KEY), past(0, Part.VALUE)
 TRT_TYPES = {
     DType.FLOAT32: "FLOAT",
@@ -98,26 +96,6 @@ def drafter(arrays: Arrays, toy: Mapping[str, Any]) -> Arrays:
 FUNCTIONS |= {"target": target, "drafter": drafter}
 
 
-@dataclass
-class Gpu:
-    """A machine with a GPU and TensorRT, both of them fakes."""
-
-    cuda: FakeCuda
-    library: Library
-
-    @classmethod
-    def installed(
-        cls, monkeypatch: pytest.MonkeyPatch, flavour: Flavour = "tensorrt_rtx", **device: Any
-    ) -> Gpu:
-        """Put the fakes where the runtime imports the real ones from."""
-        cuda = FakeCuda(**device)
-        version = "1.7.1.116" if flavour == "tensorrt_rtx" else "10.15.1.29"
-        gpu = cls(cuda, Library(cuda, version, flavour))
-        monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
-        monkeypatch.setitem(sys.modules, flavour, gpu.library)
-        return gpu
-
-
 @dataclass(frozen=True)
 class ToyPlan:
     """A plan file, its entries in a manifest, and the engine as the ``contract`` has it."""
@@ -149,7 +127,7 @@ def write_plan(
         fixed = tuple(_with_steps(tensor) for tensor in known.outputs)
         spec = dataclasses.replace(spec, outputs=fixed)
     profiles = _target_profiles() if role == "target" else [_drafter_profile(spec)]
-    version = "1.7.1.116" if flavour == "tensorrt_rtx" else "10.15.1.29"
+    version = VERSIONS[flavour]
     data: dict[str, Any] = {
         "version": version,
         "capability": [8, 6],
