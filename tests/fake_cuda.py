@@ -92,6 +92,7 @@ class FakeCuda:
         self.streams: dict[int, StreamState] = {}
         self.graphs: dict[int, list[Operation]] = {}
         self.broken = Error.cudaSuccess  # stays, once a wrong address was used
+        self.last = Error.cudaSuccess  # until somebody asks
         self.mistakes: list[str] = []
         self.calls: list[str] = []
         self._next_address = DEVICE_BASE
@@ -172,7 +173,8 @@ class FakeCuda:
         return Error.cudaSuccess, error.name.removeprefix("cudaError").lower().encode()
 
     def cudaGetLastError(self) -> tuple[Error]:
-        return (self.broken,)
+        last, self.last = self.last, Error.cudaSuccess
+        return (self.broken or last,)
 
     # Memory.
 
@@ -183,7 +185,8 @@ class FakeCuda:
         if self.broken:
             return self.broken, None
         if sum(map(len, self.memory.values())) + size > self.total:
-            return Error.cudaErrorMemoryAllocation, None
+            self.last = Error.cudaErrorMemoryAllocation
+            return self.last, None
         address = self._next_address
         self._next_address += (size // ALIGNMENT + 2) * ALIGNMENT  # with a gap behind it
         self.memory[address] = bytearray([FRESH]) * size
@@ -249,10 +252,7 @@ class FakeCuda:
         def copy() -> None:
             ctypes.memmove(dst, bytes(self.view(src, count)), count)
 
-        error = self.give(stream, copy)
-        if not error and not self._is_pinned(dst, count):
-            self.drain(stream)  # such a copy returns when it is done
-        return error or self.broken
+        return self.give(stream, copy)
 
     def cudaMemcpy2DAsync(
         self,

@@ -346,6 +346,8 @@ class IExecutionContext:
             alias = tensor.get("alias")
             if alias and self._addresses[name] != self._addresses[alias]:
                 return self._refused(f"{name} must have the address of {alias}")
+        if self._cuda.last:  # of whatever call before; it cannot tell
+            return self._refused(f"cudaGetLastError: {self._cuda.last.name}")
         if self.infer_shapes():
             return self._refused("not all shapes are specified")
         wants = ExecutionContextAllocationStrategy.USER_MANAGED

@@ -18,10 +18,14 @@ class DeviceMemory:
     """Gives KV buffers of the device behind ``stream``. Those of one device are equal: a run waits
     for its stream, so that the next one, on another, finds what it wrote."""
 
-    device = "cuda"
-
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+
+    @property
+    def device(self) -> str:
+        """``cuda``, ``cuda:1``."""
+        number = self._stream.cuda.device
+        return f"cuda:{number}" if number else "cuda"
 
     def __eq__(self, other: object) -> bool:
         return (

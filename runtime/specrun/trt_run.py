@@ -98,7 +98,6 @@ class TrtRun:
     _memories: dict[str, Memory]
     _staged: dict[str, NDArray[Any]]  # views of pinned memory
     _results: dict[str, NDArray[Any]]
-    _version: int
     _graph: Graph | None
     _ran: bool
 
@@ -124,7 +123,7 @@ class TrtRun:
         try:
             if machine.unfinished:
                 stream.synchronize()
-            if self._slot.bound is not self._mark or self._version != machine.shared.version:
+            if self._slot.bound is not self._mark:
                 self._bind()
             for name, view in self._staged.items():
                 np.copyto(view, self.inputs[name])
@@ -187,7 +186,6 @@ class TrtRun:
         self._staged = self._in_block.views(self._in)
         self._results = self._out_block.views(self._out)
         self._set_addresses(context)
-        self._version = shared.version
         self._slot.bound = self._mark
 
     def _set_shapes(self, context: trt.IExecutionContext) -> None:

@@ -1,8 +1,8 @@
 """Memory that all runs of a session share, as only one of them is at work at a time.
 
 Small inputs lie behind one another in pinned memory of the host and of the device, so that one copy
-takes all of them; so do the small outputs. Each large output has memory of its own. All grow to the
-largest that was asked for, which moves them.
+takes all of them; so do the small outputs. Each large output has memory of its own. All grow by
+doubling: a run that was bound before keeps the smaller memory, all of which is less than the last.
 """
 
 from __future__ import annotations
@@ -70,13 +70,9 @@ class Block:
 
 
 class Shared:
-    """The blocks of a session, and memory for its large outputs.
-
-    ``version`` counts moves: an address that was bound for another version may be another's now.
-    """
+    """The blocks of a session, and memory for its large outputs."""
 
     def __init__(self, cuda: Cuda, name: str) -> None:
-        self.version = 0
         self._cuda, self._name = cuda, name
         self._blocks: dict[str, Block] = {}
         self._outputs: dict[str, Memory] = {}
@@ -87,16 +83,14 @@ class Shared:
         if block is None or block.device.nbytes < nbytes:
             what = f"{self._name}: {kind}"
             block = self._blocks[kind] = Block(self._cuda, what, _grown(nbytes))
-            self.version += 1
         return block
 
     def output(self, name: str, nbytes: int) -> Memory:
-        """Memory of at least ``nbytes`` for an output; what it had before goes with its users."""
+        """Memory of at least ``nbytes`` for an output."""
         memory = self._outputs.get(name)
         if memory is None or memory.nbytes < nbytes:
             what = f"{self._name}: {name}"
             memory = self._outputs[name] = self._cuda.malloc(_grown(nbytes), what)
-            self.version += 1
         return memory
 
     def close(self) -> None:
@@ -106,5 +100,5 @@ class Shared:
 
 
 def _grown(nbytes: int) -> int:
-    """The next power of two: so that it moves a few times only."""
+    """The next power of two, at least a page."""
     return 1 << max(12, (nbytes - 1).bit_length())
