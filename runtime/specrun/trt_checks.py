@@ -12,7 +12,11 @@ from specrun.plans import PRODUCTS, PlanSpec, ShapeRange
 from specrun.trt_library import Messages
 
 if TYPE_CHECKING:
-    import tensorrt_rtx as trt
+    # The package has no types of its own.
+    from tensorrt_rtx import (  # pyright: ignore
+        ICudaEngine,  # pyright: ignore
+        Runtime,  # pyright: ignore
+    )
 
 # Names in TensorRT's DataType.
 TYPES = {
@@ -25,7 +29,7 @@ TYPES = {
 
 
 def check_valid(
-    library: Any, runtime: trt.Runtime, blob: Any, messages: Messages, name: str, hint: str
+    library: Any, runtime: Runtime, blob: Any, messages: Messages, name: str, hint: str
 ) -> None:
     """Let TensorRT look at the head of a plan, where it can do that. Raises EngineError."""
     if not hasattr(runtime, "get_engine_validity"):
@@ -40,7 +44,7 @@ def check_valid(
     messages.fail(f"{name}: does not run here", hint)
 
 
-def check_io(library: Any, engine: trt.ICudaEngine, spec: EngineSpec, plan: PlanSpec) -> None:
+def check_io(library: Any, engine: ICudaEngine, spec: EngineSpec, plan: PlanSpec) -> None:
     """Compare the inputs and outputs of a plan with the manifest's. Raises EngineError."""
     found = {engine.get_tensor_name(i): i for i in range(engine.num_io_tensors)}
     for what, mode, declared in (
@@ -56,7 +60,7 @@ def check_io(library: Any, engine: trt.ICudaEngine, spec: EngineSpec, plan: Plan
             _check_tensor(library, engine, tensor, f"{plan.file}: {what} {tensor.name!r}")
 
 
-def _check_tensor(library: Any, engine: trt.ICudaEngine, tensor: TensorSpec, where: str) -> None:
+def _check_tensor(library: Any, engine: ICudaEngine, tensor: TensorSpec, where: str) -> None:
     dtype = engine.get_tensor_dtype(tensor.name)
     want = TYPES[tensor.dtype.value]
     if dtype != getattr(library.DataType, want):
@@ -75,7 +79,7 @@ def _agrees(size: int, declared: Dim) -> bool:
     return size == declared or not isinstance(declared, int)
 
 
-def check_aliases(engine: trt.ICudaEngine, spec: EngineSpec, plan: PlanSpec) -> None:
+def check_aliases(engine: ICudaEngine, spec: EngineSpec, plan: PlanSpec) -> None:
     """KV buffers must be written in place. Raises EngineError."""
     if not hasattr(engine, "get_aliased_input_tensor"):
         raise EngineError(
@@ -101,7 +105,7 @@ def aliases(spec: EngineSpec) -> dict[str, str]:
     return {present(*pair): past(*pair) for pair in pairs if present(*pair) in written}
 
 
-def check_profiles(engine: trt.ICudaEngine, plan: PlanSpec) -> None:
+def check_profiles(engine: ICudaEngine, plan: PlanSpec) -> None:
     """The profiles must be those of the manifest, in its order. Raises EngineError."""
     count = engine.num_optimization_profiles
     if count != len(plan.profiles):

@@ -15,7 +15,12 @@ from specrun.plans import BACKENDS, PRODUCTS, Flavour, TrtDevice
 from specrun.trt_cuda import Cuda
 
 if TYPE_CHECKING:
-    import tensorrt_rtx as trt
+    # The package has no types of its own.
+    from tensorrt_rtx import (  # pyright: ignore
+        ILogger,  # pyright: ignore
+        IRuntimeCache,  # pyright: ignore
+        IRuntimeConfig,  # pyright: ignore
+    )
 
 KEPT_MESSAGES = 20
 
@@ -67,7 +72,7 @@ def trt_device(flavour: Flavour, library: Any, cuda: Cuda) -> TrtDevice:
     return TrtDevice(flavour, str(library.__version__), cuda.compute_capability, cuda.name)
 
 
-def logger(library: Any, messages: Messages) -> trt.ILogger:
+def logger(library: Any, messages: Messages) -> ILogger:
     """A logger of TensorRT that hands warnings and worse to ``messages``."""
     base: Any = library.ILogger
     least = int(base.Severity.WARNING)
@@ -80,7 +85,7 @@ def logger(library: Any, messages: Messages) -> trt.ILogger:
             if int(severity) <= least:
                 messages.add(msg)
 
-    made: trt.ILogger = Kept()
+    made: ILogger = Kept()
     return made
 
 
@@ -92,15 +97,15 @@ class KernelCache:
     release, device or driver, and it is then written anew.
     """
 
-    def __init__(self, key: str, config: trt.IRuntimeConfig, messages: Messages) -> None:
+    def __init__(self, key: str, config: IRuntimeConfig, messages: Messages) -> None:
         self.path = cache_folder() / f"{key}.kernels"
-        self._cache: trt.IRuntimeCache = config.create_runtime_cache()
+        self._cache: IRuntimeCache = config.create_runtime_cache()
         self._messages = messages
         self._read = self._stored()
         if self._read:
             self._cache.deserialize(self._read)
 
-    def use(self, config: trt.IRuntimeConfig) -> None:
+    def use(self, config: IRuntimeConfig) -> None:
         """Let contexts made with ``config`` take kernels from here. Raises EngineError."""
         if not config.set_runtime_cache(self._cache):
             self._messages.fail("the cache of compiled kernels cannot be used")

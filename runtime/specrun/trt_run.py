@@ -25,7 +25,8 @@ from specrun.trt_memory import DeviceBuffer
 from specrun.trt_staging import Block, Layout, Shared, nbytes_of
 
 if TYPE_CHECKING:
-    import tensorrt_rtx as trt
+    # The package has no types of its own.
+    from tensorrt_rtx import IExecutionContext  # pyright: ignore
 
 # Large, and seldom looked at whole: copied when somebody does. All else is copied by every run.
 LEFT_ON_DEVICE = frozenset({LOGITS, HIDDEN})
@@ -53,11 +54,11 @@ class Slot:
     """A context and what is bound in it: a mark of the run, not the run, which holds buffers."""
 
     profile: str
-    context: trt.IExecutionContext | None
+    context: IExecutionContext | None
     bound: object | None = None
 
     @property
-    def open_context(self) -> trt.IExecutionContext:
+    def open_context(self) -> IExecutionContext:
         """The context. Raises UsageError after the session was closed."""
         if self.context is None:
             raise UsageError("the engine is closed", hint="load the folder again")
@@ -137,7 +138,7 @@ class TrtRun:
         self._ran = True
         self._hand_out()
 
-    def _enqueue(self, context: trt.IExecutionContext) -> None:
+    def _enqueue(self, context: IExecutionContext) -> None:
         """Give the device everything there is to do."""
         machine = self._machine
         if machine.captures and self._ran and self._graph is None:
@@ -147,7 +148,7 @@ class TrtRun:
         else:
             self._graph.launch()
 
-    def _work(self, context: trt.IExecutionContext) -> None:
+    def _work(self, context: IExecutionContext) -> None:
         machine = self._machine
         stream = machine.stream
         self._in_block.to_device(stream, self._in.nbytes)
@@ -188,7 +189,7 @@ class TrtRun:
         self._set_addresses(context)
         self._slot.bound = self._mark
 
-    def _set_shapes(self, context: trt.IExecutionContext) -> None:
+    def _set_shapes(self, context: IExecutionContext) -> None:
         """Give all shapes of inputs; what follows from them must be what the caller expects."""
         machine, tensors = self._machine, self._tensors
         given = {name: array.shape for name, array in self.inputs.items()}
@@ -208,7 +209,7 @@ class TrtRun:
                     f" not {list(array.shape)}"
                 )
 
-    def _set_addresses(self, context: trt.IExecutionContext) -> None:
+    def _set_addresses(self, context: IExecutionContext) -> None:
         kv = {**self._tensors.past, **self._tensors.present}
         addresses = {name: buffer.address for name, buffer in kv.items()}
         addresses |= {name: memory.address for name, memory in self._memories.items()}
@@ -220,5 +221,5 @@ class TrtRun:
             if not context.set_tensor_address(name, address):
                 self._machine.messages.fail(f"{self.name}: {name} cannot be bound")
 
-    def _shape(self, context: trt.IExecutionContext, name: str) -> Shape:
+    def _shape(self, context: IExecutionContext, name: str) -> Shape:
         return tuple(int(size) for size in context.get_tensor_shape(name))

@@ -32,7 +32,13 @@ from specrun.trt_run import Machine, Slot, Tensors, TrtRun
 from specrun.trt_staging import Shared
 
 if TYPE_CHECKING:
-    import tensorrt_rtx as trt
+    # The package has no types of its own.
+    from tensorrt_rtx import (  # pyright: ignore
+        ICudaEngine,  # pyright: ignore
+        IExecutionContext,  # pyright: ignore
+        IRuntimeConfig,  # pyright: ignore
+        Runtime,  # pyright: ignore
+    )
 
 
 def open_plan(
@@ -85,7 +91,7 @@ class Opened:
         self._messages = Messages()
         self._cache: KernelCache | None = None
         self._between_layers: Memory | None = None
-        self._runtime: trt.Runtime | None = None
+        self._runtime: Runtime | None = None
         self._logger = trt_library.logger(library, self._messages)
         self._load(path)
         self.machine = Machine(
@@ -111,7 +117,7 @@ class Opened:
         config = self._config()
         for number, profile in enumerate(self.plan.profiles):
             what = f"{self.plan.file}: profile {profile.name}"
-            context: trt.IExecutionContext = self._messages.attempt(
+            context: IExecutionContext = self._messages.attempt(
                 what, lambda: self.engine.create_execution_context(runtime_config=config)
             )
             if self._between_layers is not None:
@@ -143,18 +149,18 @@ class Opened:
 
     def _load(self, path: Path) -> None:
         name, messages, library = self.plan.file, self._messages, self._library
-        runtime: trt.Runtime = messages.attempt(name, lambda: library.Runtime(self._logger))
+        runtime: Runtime = messages.attempt(name, lambda: library.Runtime(self._logger))
         with _mapped(path) as blob:
             check_valid(library, runtime, blob, messages, name, self._hint)
-            self.engine: trt.ICudaEngine = messages.attempt(
+            self.engine: ICudaEngine = messages.attempt(
                 f"{name}: does not load", lambda: runtime.deserialize_cuda_engine(blob), self._hint
             )
         self._runtime = runtime
 
-    def _config(self) -> trt.IRuntimeConfig:
+    def _config(self) -> IRuntimeConfig:
         """Contexts are given their memory; TensorRT-RTX keeps what it compiles for them."""
         library = self._library
-        config: trt.IRuntimeConfig = self.engine.create_runtime_config()
+        config: IRuntimeConfig = self.engine.create_runtime_config()
         strategy = library.ExecutionContextAllocationStrategy.USER_MANAGED
         config.set_execution_context_allocation_strategy(strategy)
         if self.plan.flavour == "tensorrt_rtx":
