@@ -22,7 +22,6 @@ from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, 
 from specrun.reading import printable
 
 if TYPE_CHECKING:
-    from specrun.doctor import Report
     from specrun.manifest import EngineSpec, Manifest
     from specrun.result import Result
     from specrun.stats import Stats
@@ -331,15 +330,18 @@ def inspect(folder: Path, as_json: bool, integrity: Integrity) -> None:
 def doctor(as_json: bool) -> None:
     """Show versions and devices, and what is wrong with the installation (exit 1).
 
+    Every provider of onnxruntime runs a small model, TensorRT is loaded and GPUs are looked for,
+    each in a process of its own, so this takes some seconds.
+
     \b
     Examples:
       specrun doctor
       specrun doctor --json
     """
-    from specrun.doctor import examine
+    from specrun.doctor import examine, lines
 
     report = examine()
-    text = json.dumps(dataclasses.asdict(report), indent=2) if as_json else _report_table(report)
+    text = json.dumps(dataclasses.asdict(report), indent=2) if as_json else _table(lines(report))
     click.echo(text)
     for problem in report.problems:
         click.echo(f"Error: {problem}", err=True)
@@ -541,13 +543,6 @@ def _precision(engine: EngineSpec) -> str:
         if names:
             parts.append(f"{len(names)} layer{'s' if len(names) > 1 else ''} {how}")
     return f"{engine.precision} ({', '.join(parts)}), {read}"
-
-
-def _report_table(report: Report) -> str:
-    lines = {name: version or "not installed" for name, version in report.versions.items()}
-    lines["providers"] = ", ".join(report.providers) or "-"
-    lines["threads"] = str(report.threads)
-    return _table(lines)
 
 
 def _table(lines: dict[str, str]) -> str:

@@ -120,7 +120,7 @@ def _install(device: str, package: str | None) -> str:
     if package.startswith("onnxruntime-ep-"):
         return f"pip install {package}, and give its library with --provider-library, {ELSE_CPU}"
     if package == "onnxruntime":
-        return f"{device} needs the {package} of another system: use --device cpu"
+        return f"{device} comes with {package} on other systems: use --device cpu"
     return f"pip uninstall onnxruntime, then pip install {package}, {ELSE_CPU}"
 
 
