@@ -85,7 +85,26 @@ def test_json(folder: Path) -> None:
         (["--prompt", "1", "--exact", "-k", "16"], 2, "--num-assistant-tokens: in exact", "15"),
         (["--prompt", "1", "--exact-width", "4"], 2, "--exact-width: has no effect", "--exact"),
         (["--prompt", "1" * 64], 1, "64 tokens do not fit into the context of 64", "shorten"),
-        (["--prompt", "1", "--device", "cuda"], 1, "--device: 'cuda' is not", "--device cpu"),
+        (
+            ["--prompt", "1", "--device", "cuda"],
+            1,
+            "--device: 'cuda' is not",
+            "pip install onnxruntime-gpu",
+        ),
+        (["--prompt", "1", "--device-id", "1"], 2, "--device-id: has no effect", "--device-id out"),
+        (["--prompt", "1", "--device", "tensorrt"], 1, "no TensorRT engines", "--backend tensorrt"),
+        (
+            ["--prompt", "1", "--device", "cuda", "--cuda-graph"],
+            2,
+            "--cuda-graph: records",
+            "exact",
+        ),
+        (
+            ["--prompt", "1", "--device", "plugin:X", "--provider-library", "no.so"],
+            1,
+            "--provider-library: no.so: there is no such file",
+            "--device cpu",
+        ),
     ],
 )
 def test_errors(folder: Path, arguments: list[str], code: int, says: str, hint: str | None) -> None:
@@ -176,9 +195,10 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "stats": ([], ["--stats"]),
     "quiet": ([], ["--quiet"]),
 }
-# Only the CPU is certain to be there; ids are for programs, the command has --bad-word.
-# PyTorch needs a checkpoint, which toys do not have; see test_verification.
-NO_SECOND_VALUE = {"folder", "device", "bad_words_ids", "tuning", "target"}
+# Only the CPU is certain to be there, see test_devices; ids are for programs, the command has
+# --bad-word. PyTorch needs a checkpoint, which toys do not have; see test_verification.
+DEVICES = {"device", "device_id", "provider_library", "user_compute_stream", "cuda_graph"}
+NO_SECOND_VALUE = {"folder", "bad_words_ids", "tuning", "target", *DEVICES}
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -34,7 +34,7 @@ def loaded(code: str) -> set[str]:
     "code",
     [
         "import specrun; dir(specrun); specrun.UsageError; specrun.GenerateOptions",
-        "import specrun.contract, specrun.manifest",
+        "import specrun.contract, specrun.manifest, specrun.plans",
         "from specrun.cli import main; main(['--help'], standalone_mode=False)",
         "from specrun.cli import main; main(['run', '--help'], standalone_mode=False)",
     ],
@@ -45,6 +45,11 @@ def test_nothing_heavy_until_needed(code: str) -> None:
 
 def test_running_loads_no_exporter() -> None:
     assert not loaded("import specrun; specrun.load") & {"torch", "transformers", "onnx"}
+
+
+def test_tensorrt_is_loaded_with_a_plan() -> None:
+    """Not with the runner, whose packages need not be there."""
+    assert not loaded("import specrun.trt_session") & {"tensorrt", "tensorrt_rtx", "cuda"}
 
 
 def test_import_time() -> None:

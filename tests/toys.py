@@ -69,6 +69,7 @@ FIXED = 4  # the token from position ``fixed_from`` on
 ONNX_TYPES = {
     DType.FLOAT32: TensorProto.FLOAT,
     DType.FLOAT16: TensorProto.FLOAT16,
+    DType.BFLOAT16: TensorProto.BFLOAT16,
     DType.INT64: TensorProto.INT64,
     DType.INT32: TensorProto.INT32,
 }
@@ -212,8 +213,8 @@ def write_target(path: Path, toy: Toy) -> None:
     capacity = g.op("Gather", g.op("Shape", key), g.const(2))
     visible = g.op("LessOrEqual", g.op("Range", zero, capacity, one), column(position))
     stored = g.op("Unsqueeze", stored, g.const([1]))
-    seen = g.op("Where", visible, stored, g.op("Cast", zero, to=kv))
-    history = g.op("ReduceSum", g.int64(seen), g.const([2]), keepdims=0)  # [batch, rows]
+    seen = g.op("Where", visible, g.int64(stored), zero)
+    history = g.op("ReduceSum", seen, g.const([2]), keepdims=0)  # [batch, rows]
 
     if toy.table is not None:
         best = g.op("Gather", g.const(np.argmax(toy.table, axis=1)), contract.TOKENS, axis=0)

@@ -14,6 +14,7 @@ import click
 
 from specrun import __version__
 from specrun.cli_bench import bench
+from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import reports_errors
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
@@ -21,7 +22,6 @@ from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, 
 from specrun.reading import printable
 
 if TYPE_CHECKING:
-    from specrun.doctor import Report
     from specrun.manifest import EngineSpec, Manifest
     from specrun.result import Result
     from specrun.stats import Stats
@@ -194,7 +194,8 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 @click.option("--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]")
 @click.option("--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all.")
 @click.option("--prefill-chunk", type=int, default=ENGINE.prefill_chunk, show_default=True)
-@click.option("--device", default=ENGINE.device, show_default=True, help="Where engines run.")
+@device_options
+@cuda_graph_option
 @click.option(
     "--integrity",
     type=click.Choice(get_args(Integrity)),
@@ -329,15 +330,18 @@ def inspect(folder: Path, as_json: bool, integrity: Integrity) -> None:
 def doctor(as_json: bool) -> None:
     """Show versions and devices, and what is wrong with the installation (exit 1).
 
+    Every provider of onnxruntime runs a small model, TensorRT is loaded and GPUs are looked for,
+    each in a process of its own, so this takes some seconds.
+
     \b
     Examples:
       specrun doctor
       specrun doctor --json
     """
-    from specrun.doctor import examine
+    from specrun.doctor import examine, lines
 
     report = examine()
-    text = json.dumps(dataclasses.asdict(report), indent=2) if as_json else _report_table(report)
+    text = json.dumps(dataclasses.asdict(report), indent=2) if as_json else _table(lines(report))
     click.echo(text)
     for problem in report.problems:
         click.echo(f"Error: {problem}", err=True)
@@ -363,7 +367,7 @@ def _show(stream: TextStream, *, as_json: bool) -> bool:
 
 def _pick(cls: type[EngineOptions], given: dict[str, Any]) -> EngineOptions:
     names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**{name: given[name] for name in names})
+    return cls(**{name: given[name] for name in names if name in given})
 
 
 def _generate_options(given: dict[str, Any]) -> GenerateOptions:
@@ -539,13 +543,6 @@ def _precision(engine: EngineSpec) -> str:
         if names:
             parts.append(f"{len(names)} layer{'s' if len(names) > 1 else ''} {how}")
     return f"{engine.precision} ({', '.join(parts)}), {read}"
-
-
-def _report_table(report: Report) -> str:
-    lines = {name: version or "not installed" for name, version in report.versions.items()}
-    lines["providers"] = ", ".join(report.providers) or "-"
-    lines["threads"] = str(report.threads)
-    return _table(lines)
 
 
 def _table(lines: dict[str, str]) -> str:

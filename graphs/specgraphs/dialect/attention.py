@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 
 from specgraphs.nodes import Nodes, replace
@@ -120,10 +121,12 @@ class _Attention:
                 kept[index] = results[index + 1] = self.nodes.add(
                     "TensorScatter", kept[index], rows, start, axis=AXIS, mode="linear"
                 )
-        heads = self._apart(query, self.heads)
-        scale = self.node.attributes["scale"].as_float()
+        # Not an attribute: TensorRT would scale the keys too, for every reader of them apart, and
+        # ends in a crash where two layers read the same ones.
+        scale = self.nodes.constant(self._number(self.node.attributes["scale"].as_float()))
+        heads = self.nodes.add("Mul", self._apart(query, self.heads), scale)
         build = self._fused if self.is_fused else self._written_out
-        attended = build(heads, kept[0], kept[1], mask, scale)
+        attended = build(heads, kept[0], kept[1], mask)
         out = self.nodes.add("Transpose", attended, perm=[0, 2, 1, 3])
         results[0] = self.nodes.add("Reshape", out, self.nodes.ints(0, 0, -1))
         replace(self.node, self.nodes, results)
@@ -132,6 +135,10 @@ class _Attention:
     def is_fused(self) -> bool:
         """Whether TensorRT has a kernel for it."""
         return self.dtype in HALVES and self.heads >= FUSED_FROM and self.head in FUSED_HEADS
+
+    def _number(self, value: float) -> NDArray[Any]:
+        """A scalar of the dtype of the activations."""
+        return np.array(value, dtype=self.dtype.numpy())
 
     def _inputs(self) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Query, key and value ``[batch, rows, heads * head]``, rotated."""
@@ -172,9 +179,8 @@ class _Attention:
         key: ir.Value | None,
         value: ir.Value | None,
         mask: ir.Value,
-        scale: float,
     ) -> ir.Value:
-        return self.nodes.add("Attention", query, key, value, mask, scale=scale)
+        return self.nodes.add("Attention", query, key, value, mask, scale=1.0)
 
     def _written_out(
         self,
@@ -182,14 +188,12 @@ class _Attention:
         key: ir.Value | None,
         value: ir.Value | None,
         mask: ir.Value,
-        scale: float,
     ) -> ir.Value:
         """The heads that share keys are an axis of their own: ``[batch, kv heads, group, ...]``."""
         add, group = self.nodes.add, self.heads // self.kv_heads
         query = add("Reshape", query, self.nodes.ints(0, self.kv_heads, group, -1, self.head))
         turned = add("Transpose", add("Unsqueeze", key, self.nodes.ints(2)), perm=[0, 1, 2, 4, 3])
         scores = add("Cast", add("MatMul", query, turned), to=ir.DataType.FLOAT)
-        scores = add("Mul", scores, self.nodes.constant(np.array(scale, np.float32)))
         lowest = self.nodes.constant(np.array(LOWEST, np.float32))
         scores = add("Where", add("Unsqueeze", mask, self.nodes.ints(1)), scores, lowest)
         weights = add("Cast", add("Softmax", scores, axis=-1), to=self.dtype)

@@ -80,14 +80,14 @@ class _Editor:
         if columns % recipe.size or (recipe.bits == 4 and columns % 2):
             raise ValueError(f"{title}: {columns} columns are no whole blocks of {recipe.size}")
         blocks = columns // recipe.size
-        # One block in a row: a scale per row, as TensorRT fails on blocks as long as the row.
-        sizes = (*lead, blocks) if blocks > 1 else tuple(lead)
-        how: dict[str, Any] = (
-            {"axis": len(lead), "block_size": recipe.size} if blocks > 1 else {"axis": 0}
-        )
+        attributes: dict[str, Any]
+        if blocks == 1 and len(lead) == 1:  # on blocks as long as the row TensorRT fails
+            sizes, attributes = tuple(lead), {"axis": 0}
+        else:
+            sizes, attributes = (*lead, blocks), {"axis": len(lead), "block_size": recipe.size}
         scales = self._made(f"{title}.scales", Made(recipe, "scales"), dtype, sizes)
         nodes = Nodes(title)
-        table = nodes.add_many("DequantizeLinear", 1, values, scales, **how)[0]
+        (table,) = nodes.add_many("DequantizeLinear", 1, values, scales, **attributes)
         table.dtype, table.shape = dtype, ir.Shape(shape)
         self.graph.insert_before(self.graph[0], nodes.nodes)
         return table
