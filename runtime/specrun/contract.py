@@ -117,6 +117,8 @@ TOKENS = "tokens"  # int64 [batch, rows]
 PAST_LENGTH = "past_length"  # int32 [batch], valid KV rows before this call
 FIRST_ROW = "first_row"  # int64 [1], first row whose logits and hidden state are wanted
 
+WANTED_ROWS = "wanted_rows"  # int64 [wanted], TensorRT: the rows whose logits are wanted
+
 # Outputs of the target.
 LOGITS = "logits"  # float32 [batch, wanted, vocabulary]
 ARGMAX = "argmax"  # int64 [batch, wanted]

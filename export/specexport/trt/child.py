@@ -1,0 +1,195 @@
+"""The process that builds one plan: ``python -m specexport.trt.child REQUEST ANSWER``.
+
+A process of its own, as TensorRT may end it, writes to stderr whatever it likes, and keeps memory.
+REQUEST is a :class:`Request` as JSON; ANSWER gets an :class:`Answer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from specexport.trt import addresses, flavours
+from specexport.trt.bindings import trt, use
+from specexport.trt.messages import Messages, logger
+from specexport.trt.network import Parsed, check_borders, parse
+from specexport.trt.plans import BuildSettings, Profile
+from specexport.trt.profiles import is_dynamic, shapes
+from specrun.contract import TensorSpec
+from specrun.decode import decode
+from specrun.errors import EngineError, SpecrunError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build. ``onnx``, ``out``: paths; ``timing_cache``: path of a file, read and written
+    again, None for none."""
+
+    onnx: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    settings: BuildSettings
+    out: str
+    timing_cache: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it; ``error`` is None if ``out`` is written."""
+
+    error: str | None = None
+    hint: str | None = None
+    size: int = 0
+    sha256: str = ""
+    activation_bytes: int | None = None
+    reproducible: bool = False
+
+
+def build(request: Request) -> Answer:
+    """Parse, check, build and write; raises EngineError."""
+    use(flavours.load(request.settings.flavour))
+    messages = Messages()
+    log = logger(messages)
+    parsed = parse(Path(request.onnx), log, messages)
+    check_borders(parsed.network, request.inputs, request.outputs)
+    config = configure(parsed, request, messages)
+    timing = _timing_cache(config, request.timing_cache)
+    size, sha256 = _write(parsed, config, request, messages)
+    if timing is not None and request.timing_cache is not None:
+        Path(request.timing_cache).write_bytes(bytes(timing.serialize()))
+    return Answer(
+        size=size,
+        sha256=sha256,
+        activation_bytes=messages.activation_bytes,
+        reproducible=addresses.are_fixed(),
+    )
+
+
+def configure(parsed: Parsed, request: Request, messages: Messages) -> trt.IBuilderConfig:
+    """The builder's settings and profiles; raises EngineError for each that is not taken."""
+    settings = request.settings
+    config = parsed.builder.create_builder_config()
+    config.builder_optimization_level = settings.level
+    if settings.flavour == "tensorrt-rtx":
+        config.num_compute_capabilities = len(settings.compute_capabilities)
+        for index, number in enumerate(settings.compute_capabilities):
+            capability = trt.ComputeCapability.__members__[f"SM{number}"]
+            if not config.set_compute_capability(capability, index):
+                raise EngineError(f"compute capability {number} is refused: {messages.told()}")
+    if any(is_dynamic(spec) for spec in request.inputs):
+        for profile in settings.profiles:
+            add_profile(parsed.builder, config, profile, request.inputs, messages)
+    return config
+
+
+def add_profile(
+    builder: trt.Builder,
+    config: trt.IBuilderConfig,
+    profile: Profile,
+    inputs: tuple[TensorSpec, ...],
+    messages: Messages,
+) -> None:
+    """One optimization profile: its range for every dynamic input."""
+    made = builder.create_optimization_profile()
+    for spec in filter(is_dynamic, inputs):
+        made.set_shape(spec.name, *shapes(profile, spec))
+    # TensorRT says no by a negative index, and only in its log why.
+    if messages.errors or config.add_optimization_profile(made) < 0:
+        raise EngineError(
+            f"profile {profile.name!r} is refused: {messages.told()}",
+            hint="every dynamic size needs min <= opt <= max",
+        )
+
+
+class _File:
+    """Takes the plan in pieces, so that one beyond 2 GB never stands in memory whole."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.size, self.hash = file, 0, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """Bytes taken; 0 ends the build."""
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            return 0
+        self.hash.update(data)
+        self.size += len(data)
+        return len(data)
+
+
+def _stream(sink: _File) -> trt.IStreamWriter:
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]  # see messages.logger
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: bytes) -> int:
+            return sink.write(data)
+
+    return Writer()
+
+
+def _write(
+    parsed: Parsed, config: trt.IBuilderConfig, request: Request, messages: Messages
+) -> tuple[int, str]:
+    """Size and sha256 of the plan that was built and written."""
+    with Path(request.out).open("wb") as file:
+        sink = _File(file)
+        built = _build_into(sink, parsed, config)
+        file.flush()
+        os.fsync(file.fileno())
+    if sink.error is not None:
+        raise EngineError(f"the plan cannot be written: {sink.error}", hint="free some disk space")
+    if not built or messages.errors or not sink.size:
+        raise EngineError(
+            f"TensorRT does not build {Path(request.onnx).name}: {messages.told()}",
+            hint="specgraphs.static_rules says what TensorRT takes",
+        )
+    return sink.size, sink.hash.hexdigest()
+
+
+def _build_into(sink: _File, parsed: Parsed, config: trt.IBuilderConfig) -> bool:
+    if hasattr(parsed.builder, "build_serialized_network_to_stream"):
+        writer = _stream(sink)
+        return parsed.builder.build_serialized_network_to_stream(parsed.network, config, writer)
+    plan = parsed.builder.build_serialized_network(parsed.network, config)
+    return plan is not None and sink.write(bytes(plan)) > 0
+
+
+def _timing_cache(config: trt.IBuilderConfig, path: str | None) -> trt.ITimingCache | None:
+    """The tactics measured before. One of another version or GPU is started anew."""
+    if path is None:
+        return None
+    file = Path(path)
+    cache = config.create_timing_cache(file.read_bytes() if file.exists() else b"")
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, ignore_mismatch=False)
+    return cache
+
+
+def main(request: str, answer: str) -> None:
+    """Build what the file ``request`` asks for; whatever comes of it stands in ``answer``."""
+    addresses.start_again_fixed()
+    asked = decode(Request, json.loads(Path(request).read_text(encoding="utf-8")))
+    found: list[Answer] = []
+
+    def work() -> None:
+        try:
+            found.append(build(asked))
+        except SpecrunError as error:
+            found.append(Answer(error=str(error), hint=error.hint))
+
+    addresses.in_new_heap(work)
+    Path(answer).write_text(json.dumps(asdict(found[0])), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
