@@ -29,7 +29,10 @@ import onnxruntime
 from specrun import contract, manifest, ort
 from specrun.errors import SpecrunError
 from specrun.manifest import EngineSpec
+from specrun.memory import HostBuffer
 from specrun.options import available_threads
+from specrun.runner import Run, Session
+from specrun.runs import zeros
 
 PRODUCTS = {"MatMul", "FusedMatMul", "MatMulNBits", "MatMulIntegerToFloat", "Gemm"}
 CONTAINERS = {"Loop", "If", "Scan"}
@@ -59,10 +62,9 @@ class Profile:
     costs: dict[str, Cost]
 
 
-def prepare(
-    session: Any, spec: EngineSpec, file: str, *, rows: int, past: int, capacity: int
-) -> ort.PreparedRun:
+def prepare(session: Session, *, rows: int, past: int, capacity: int) -> Run:
     """A run of ``rows`` random tokens behind ``past`` rows of KV, all of them wanted."""
+    spec = session.spec
     sizes = {
         contract.BATCH: 1,
         contract.ROWS: rows,
@@ -70,7 +72,7 @@ def prepare(
         contract.CAPACITY: capacity,
         contract.DRAFTS: rows,
     }
-    arrays = {tensor.name: ort.zeros(tensor, **sizes) for tensor in (*spec.inputs, *spec.outputs)}
+    arrays = {tensor.name: zeros(tensor, **sizes) for tensor in (*spec.inputs, *spec.outputs)}
     rng = np.random.default_rng(0)
     for name, array in arrays.items():
         if name in (contract.TOKENS, contract.TOKEN):
@@ -88,19 +90,13 @@ def prepare(
     }
     outputs = {tensor.name for tensor in spec.outputs}
     inputs = {tensor.name for tensor in spec.inputs}
-    shared = {
-        name: onnxruntime.OrtValue.ortvalue_from_numpy(arrays[name])
-        for name in kv
-        if name in inputs
-    }
+    shared = {name: HostBuffer(arrays[name]) for name in kv if name in inputs}
     written = {out: shared[name] for name, out in kv.items() if name in shared and out in outputs}
-    return ort.PreparedRun(
-        session,
+    return session.prepare(
         {name: arrays[name] for name in inputs - shared.keys()},
         {name: arrays[name] for name in outputs - written.keys()},
         shared,
         written,
-        file,
     )
 
 
@@ -111,9 +107,9 @@ def profile(
     path = folder / spec.file
     capacity = past + max(rows)
 
-    def run(session: Any, count: int) -> float:
+    def run(session: Session, count: int) -> float:
         """Milliseconds of the median of ``steps`` runs."""
-        prepared = prepare(session, spec, spec.file, rows=count, past=past, capacity=capacity)
+        prepared = prepare(session, rows=count, past=past, capacity=capacity)
         times = []
         for _ in range(WARM_UP + steps):
             start = time.perf_counter()
@@ -133,7 +129,7 @@ def profile(
             profiled = onnxruntime.InferenceSession(
                 str(path), options, providers=[ort.PROVIDERS["cpu"]]
             )
-            profiled_ms = run(profiled, count)
+            profiled_ms = run(ort.OrtSession(profiled, spec), count)
             events = json.loads(Path(profiled.end_profiling()).read_text(encoding="utf-8"))
         runs, costs = by_operator(events, WARM_UP)
         found.append(Profile(count, plain_ms, profiled_ms, runs, costs))

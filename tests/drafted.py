@@ -30,7 +30,7 @@ def draft(
     names = [output.name for output in spec.outputs]
     kv = {past(kv.layer, part) for kv in spec.kv for part in Part}
     silence = np.zeros((1, count, spec.mtp.candidates), np.float32)
-    outputs = session.run(
+    outputs = session.raw.run(
         names,
         {
             contract.TOKEN: np.array([[token]]),

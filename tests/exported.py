@@ -27,7 +27,7 @@ from specexport.sources import Source, resolve_pair
 from specrun import manifest as manifests
 from specrun.contract import Role
 from specrun.manifest import EngineSpec, Manifest, Precision
-from specrun.ort import open_session
+from specrun.ort import OrtSession, open_session
 from specrun.target import Target
 
 # pytest's log handler would get every shape that torch traces, thousands of lines per export.
@@ -68,7 +68,7 @@ class Exported:
         """The folder through the public API."""
         return specrun.load(self.folder, threads=1, **options)
 
-    def session(self, name: str) -> Any:
+    def session(self, name: str) -> OrtSession:
         """A session of one engine, checked against the manifest."""
         spec = self.manifest.engines[name]
         return open_session(self.folder / spec.file, spec, threads=1)

@@ -40,7 +40,7 @@ from specrun.contract import TARGET_ENGINE, KvLayer, Part, Role, past
 from specrun.drafters.mtp import MtpDrafter
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
-from specrun.ort import zeros
+from specrun.runs import zeros
 from specrun.sampling import Sampler
 from specrun.target import Target
 
@@ -382,7 +382,7 @@ def test_kv_of_every_layer(exported_pair: ExportedPair, pair: Pair) -> None:
     made = exported_pair(pair)
     model = reference(pair[0])
     session = made.session(Role.TARGET)
-    shapes = {node.name: node.shape for node in session.get_inputs()}
+    shapes = {node.name: node.shape for node in session.raw.get_inputs()}
     buffers = {name for name in shapes if name.startswith("past.")}
     total = 0
     for layer, module in enumerate(model.model.layers):

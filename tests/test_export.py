@@ -44,7 +44,7 @@ from specgraphs import target as target_graph
 from specgraphs.packed_attention import SPARE_ROWS
 from specrun import manifest as manifests
 from specrun import ort
-from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE, Role
+from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE, DType, Role
 from specrun.errors import EngineError, FolderError, UsageError
 from specrun.ort import open_session
 from specrun.resolve import unsupported_defaults
@@ -476,7 +476,7 @@ def test_float16(exported_pair: ExportedPair, pair: Pair) -> None:
     assert sizes[0] < 0.55 * sizes[1]
     options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_ids": [], "strict": True}
     with made.open() as engine:
-        assert engine.target.kv.dtype == np.float16
+        assert engine.target.kv.dtype is DType.FLOAT16
         for length in (3, 8, 20):
             prompt = prompt_of(length)
             plain = engine.generate(prompt, method="plain", **options).tokens
@@ -503,9 +503,9 @@ def same_or_tie(made: Exported, prompt: list[int], plain: list[int], got: list[i
 def test_kv_dtype_is_the_sessions(exported_pair: ExportedPair, pair: Pair) -> None:
     """Buffers are made as the engine wants them; an engine of another dtype is refused."""
     half, full = exported_pair(pair, "fp16"), exported_pair(pair)
-    for made, dtype in ((half, np.float16), (full, np.float32)):
+    for made, dtype in ((half, DType.FLOAT16), (full, DType.FLOAT32)):
         target = Target(made.session(Role.TARGET), full.spec, max_context=64)
-        assert target.kv.dtype == dtype
+        assert target.kv.dtype is dtype
     path = half.folder / half.spec.file
     with pytest.raises(EngineError, match=r"target\.onnx: input 'past\.0\.key': must be float32"):
         open_session(path, full.spec, threads=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,15 @@ from specrun import ContextFull
 from specrun.contract import DType, Part, Role, past
 from specrun.kv import KvBuffers
 from specrun.manifest import read
-from specrun.ort import PreparedRun, open_session
+from specrun.ort import open_session
+from specrun.runner import Run
 from specrun.target import Target
 
 KEY = past(0, Part.KEY)
 
 
-def buffers(**options: int) -> KvBuffers:
-    sizes = {"max_context": 20, "initial_capacity": 4} | options
+def buffers(**options: Any) -> KvBuffers:
+    sizes: dict[str, Any] = {"max_context": 20, "initial_capacity": 4} | options
     return KvBuffers((LAYER,), DType.FLOAT32, **sizes)
 
 
@@ -49,9 +51,9 @@ def test_growth_keeps_valid_rows_and_only_those() -> None:
     assert (kv.capacity, kv.version) == (8, old + 1)
     assert kv.arrays[KEY][0, 0, :, 0].tolist() == [7, 7, 7, 0, 0, 0, 0, 0]
     assert kv.arrays[KEY][1, 0, :, 0].tolist() == [7, 0, 0, 0, 0, 0, 0, 0]
-    # The OrtValue is the array, not a copy of it.
+    # The buffer is the array, not a copy of it.
     kv.arrays[KEY][0, 0, 0, 0] = 5.0
-    assert kv.values[KEY].numpy()[0, 0, 0, 0] == 5.0
+    assert kv.buffers[KEY].read()[0, 0, 0, 0] == 5.0
 
 
 def test_truncate_reaches_the_length_or_raises() -> None:
@@ -111,7 +113,7 @@ def test_runs_are_prepared_once_per_width(tmp_path: Path, monkeypatch: pytest.Mo
     made: list[int] = []
     prepare = one._prepare
 
-    def noted(rows: int, first_row: int, want_logits: int) -> PreparedRun:
+    def noted(rows: int, first_row: int, want_logits: int) -> Run:
         made.append(rows)
         return prepare(rows, first_row, want_logits)
 

@@ -56,17 +56,26 @@ from specrun.limits import (
 
 
 class DType(StrEnum):
-    """Element types that cross the border of an engine."""
+    """Element types that cross the border of an engine.
+
+    NumPy has no ``BFLOAT16``: on the host it is its bits, moved and never computed with.
+    """
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
     INT64 = "int64"
     INT32 = "int32"
 
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {"float32": 4, "float16": 2, "int64": 8, "int32": 4}[self.value]
+        return {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}[self.value]
+
+    @property
+    def numpy(self) -> str:
+        """Name of the dtype of arrays that hold it."""
+        return "uint16" if self is DType.BFLOAT16 else self.value
 
 
 class Role(StrEnum):

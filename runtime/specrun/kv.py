@@ -6,22 +6,26 @@ when ``i < lengths[b]``; rows at and beyond the length hold whatever a rejected 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from specrun.contract import DType, KvLayer, Part, past
-from specrun.errors import ContextFull
+from specrun.errors import ContextFull, EngineError
+from specrun.memory import HOST
+from specrun.runner import Buffer, Memory, Session
 
 INITIAL_CAPACITY = 256
 
 
 class KvBuffers:
-    """Arrays, the OrtValues over them, and how many of their rows are valid.
+    """The buffers, by the name of the input that each is bound as, and how many rows are valid.
 
+    ``memory``: of the sessions that are to run on them. ``arrays``: the buffers as NumPy arrays,
+    where that is the host's memory, else none: then ``read_rows`` and ``write_rows`` copy.
     ``capacity`` starts small and doubles up to ``max_context``: attention over a large empty
     buffer is slow. ``version`` counts allocations; a binding made for another version points at
     freed memory and must be made anew.
@@ -35,37 +39,53 @@ class KvBuffers:
         max_context: int,
         batch: int = 1,
         initial_capacity: int = INITIAL_CAPACITY,
+        memory: Memory = HOST,
     ) -> None:
         self.layers = layers
-        self.dtype = np.dtype(dtype.value)
+        self.dtype = dtype
+        self.memory = memory
         self.batch = batch
         self.max_context = max_context
         self.capacity = min(initial_capacity, max_context)
         self.version = 0
         self.lengths: NDArray[np.int32] = np.zeros(batch, dtype=np.int32)
+        self.buffers: dict[str, Buffer] = {}
         self.arrays: dict[str, NDArray[Any]] = {}
-        # An OrtValue does not own its memory: the arrays above must outlive these.
-        self.values: dict[str, Any] = {}
         self._allocate(self.capacity)
 
     def _allocate(self, capacity: int) -> None:
         """Buffers of ``capacity`` rows with the rows there are. All of them or, when memory runs
         out or Ctrl-C comes, none."""
-        arrays: dict[str, NDArray[Any]] = {}
+        buffers: dict[str, Buffer] = {}
+        lengths: list[int] = self.lengths.tolist()
         for layer in self.layers:
             for part in Part:
                 name = past(layer.layer, part)
                 shape = (self.batch, layer.heads, capacity, layer.head_size)
-                array = arrays[name] = _zeros(name, shape, self.dtype)
-                old = self.arrays.get(name)
-                if old is not None:
-                    for row, length in enumerate(self.lengths):
-                        array[row, :, :length] = old[row, :, :length]
-        make = onnxruntime.OrtValue.ortvalue_from_numpy
-        values = {name: make(array) for name, array in arrays.items()}
-        version = self.version + (1 if self.arrays else 0)
+                buffer = buffers[name] = self.memory.zeros(name, shape, self.dtype)
+                if name in self.buffers:
+                    buffer.copy_rows(self.buffers[name], lengths)
+        hosts = {name: buffer.host for name, buffer in buffers.items()}
+        arrays = {name: host for name, host in hosts.items() if host is not None}
+        version = self.version + (1 if self.buffers else 0)
         # In one step: runs that are prepared for a version rely on its buffers.
-        self.arrays, self.values, self.capacity, self.version = arrays, values, capacity, version
+        self.buffers, self.arrays = buffers, arrays
+        self.capacity, self.version = capacity, version
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``start .. stop - 1`` of a buffer; a view where it is the host's memory."""
+        return self.buffers[name].read()[:, :, start:stop]
+
+    def write_rows(self, name: str, start: int, rows: NDArray[Any]) -> None:
+        """Write ``rows`` ``[batch, heads, n, head size]`` into a buffer, from row ``start`` on.
+
+        Other memory than the host's is copied whole, there and back.
+        """
+        buffer = self.buffers[name]
+        values = buffer.read()
+        values[:, :, start : start + rows.shape[2]] = rows
+        if buffer.host is None:
+            buffer.write(values)
 
     @property
     def length(self) -> int:
@@ -83,7 +103,8 @@ class KvBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now."""
-        return sum(array.nbytes for array in self.arrays.values())
+        sizes = [math.prod(buffer.shape) for buffer in self.buffers.values()]
+        return sum(sizes) * self.dtype.itemsize
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more rows in every sequence. Raises ContextFull."""
@@ -123,9 +144,10 @@ class KvBuffers:
         self._check_lengths()
         if self.capacity > self.max_context:
             raise RuntimeError(f"capacity {self.capacity} over the context {self.max_context}")
-        for name, array in self.arrays.items():
-            if array.shape[0] != self.batch or array.shape[2] != self.capacity:
-                raise RuntimeError(f"{name} has shape {array.shape}, capacity {self.capacity}")
+        for name, buffer in self.buffers.items():
+            shape = buffer.shape
+            if shape[0] != self.batch or shape[2] != self.capacity:
+                raise RuntimeError(f"{name} has shape {shape}, capacity {self.capacity}")
 
     # Lists below, as these run every round: NumPy takes tens of microseconds for so few numbers.
 
@@ -140,11 +162,12 @@ class KvBuffers:
             raise RuntimeError(f"lengths {lengths} in capacity {self.capacity}")
 
 
-def _zeros(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    try:
-        return np.zeros(shape, dtype=dtype)
-    except (MemoryError, ValueError) as error:
-        raise ContextFull(
-            f"{name}: there is no memory for a KV buffer of shape {list(shape)}",
-            hint="open the folder with a smaller max_context",
-        ) from error
+def check_memory(session: Session, kv: KvBuffers) -> None:
+    """Raise EngineError where an engine cannot run on buffers in that memory."""
+    if session.memory == kv.memory:
+        return
+    raise EngineError(
+        f"{session.spec.file}: runs with {session.provider} on KV buffers in its own memory"
+        f" ({session.memory.device}), those given are in another one ({kv.memory.device})",
+        hint="run target and drafter on the same device with the same backend",
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE, TARGET_ENGINES
 from specrun.errors import UsageError
 from specrun.kv import INITIAL_CAPACITY
 from specrun.manifest import Manifest
 from specrun.options import PREFILL_CHUNK
+from specrun.runner import Session
 from specrun.target import Target, Verifier
 
 if TYPE_CHECKING:
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 
 # Gives a target of so many tokens (max_context) that reads prompts in such pieces (prefill_chunk).
 OpenPlain = Callable[[int, int], Verifier]
+# Gives the session of an engine by its name.
+OpenSession = Callable[[str], Session]
 
 
 def open_target(
     manifest: Manifest,
-    session: Callable[[str], Any],
+    session: OpenSession,
     *,
     max_context: int,
     prefill_chunk: int = PREFILL_CHUNK,
@@ -60,7 +63,7 @@ def open_exact(
     return ExactTarget(target, width, max_context=max_context)
 
 
-def _open_engines(manifest: Manifest, session: Callable[[str], Any], **lengths: int) -> Verifier:
+def _open_engines(manifest: Manifest, session: OpenSession, **lengths: int) -> Verifier:
     if TARGET_ENGINE in manifest.engines:
         return Target(session(TARGET_ENGINE), manifest.engines[TARGET_ENGINE], **lengths)
     from specrun.split import SplitTarget

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import platform
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
 from specrun.contract import DType, TensorSpec
 from specrun.errors import DeviceError, EngineError
 from specrun.manifest import REEXPORT, EngineSpec
+from specrun.memory import HOST, HostBuffer
+from specrun.runner import Buffer, Memory
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -27,15 +27,14 @@ PROVIDERS = {
 TYPES = {
     "tensor(float)": DType.FLOAT32,
     "tensor(float16)": DType.FLOAT16,
+    "tensor(bfloat16)": DType.BFLOAT16,
     "tensor(int64)": DType.INT64,
     "tensor(int32)": DType.INT32,
 }
 # A worker that waits for its next share spins this long before it sleeps: about as fast as spinning
 # all the time, and with another busy process on the same cores as fast as not spinning at all.
 SPIN_MICROSECONDS = 50
-MAX_PREPARED_RUNS = 64  # block widths kept ready per engine
-
-R = TypeVar("R")
+BFLOAT16 = 16  # ONNX's number of the element type
 
 
 def open_session(
@@ -46,7 +45,7 @@ def open_session(
     device: str = "cpu",
     mapped: bool = False,
     spin: bool = False,
-) -> Any:
+) -> OrtSession:
     """Open an engine and check that its inputs and outputs are those of the manifest.
 
     ``mapped``: run on the weights as they are mapped from the file, without ONNX Runtime's own
@@ -81,7 +80,7 @@ def open_session(
         check_io(session, engine, path.name)
     except UnicodeDecodeError as error:  # in a name
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
-    return session
+    return OrtSession(session, engine)
 
 
 def session_of_bytes(model: bytes, *, threads: int) -> Any:
@@ -176,73 +175,76 @@ def _check_tensor(node: Any, spec: TensorSpec, where: str) -> None:
         )
 
 
+class OrtSession:
+    """An engine that ONNX Runtime runs; see :class:`specrun.runner.Session`.
+
+    ``raw``: ONNX Runtime's own session.
+    """
+
+    def __init__(self, raw: Any, spec: EngineSpec) -> None:
+        self.raw = raw
+        self.spec = spec
+        self.memory: Memory = HOST
+        self.provider = str(raw.get_providers()[0])
+        self._dtypes = {tensor.name: tensor.dtype for tensor in (*spec.inputs, *spec.outputs)}
+
+    def prepare(
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        past: Mapping[str, Buffer],
+        present: Mapping[str, Buffer],
+    ) -> PreparedRun:
+        """See :class:`specrun.runner.Session`."""
+        run = PreparedRun(self.raw, self.spec.file, inputs, outputs)
+        bind_input, bind_output = run.binding.bind_ortvalue_input, run.binding.bind_ortvalue_output
+        for name, array in inputs.items():
+            bind_input(name, value_over(array, self._dtypes[name]))
+        for name, array in outputs.items():
+            bind_output(name, value_over(array, self._dtypes[name]))
+        for name, buffer in past.items():
+            bind_input(name, self._value(buffer))
+        for name, buffer in present.items():
+            bind_output(name, self._value(buffer))
+        return run
+
+    def _value(self, buffer: Buffer) -> Any:
+        assert isinstance(buffer, HostBuffer), "checked when the engine was given its KV buffers"
+        if buffer.handle is None:
+            buffer.handle = value_over(buffer.host, self.spec.kv_dtype)
+        return buffer.handle
+
+
+def value_over(array: NDArray[Any], dtype: DType) -> Any:
+    """An OrtValue over ``array``, which must outlive the runs that it is bound to."""
+    if dtype is DType.BFLOAT16:
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
 class PreparedRun:
     """One run of an engine with all its buffers bound; ``inputs`` are refilled, then ``run()``.
 
-    ``outputs`` are overwritten by the next run. ``shared`` are OrtValues of somebody else, bound
-    as they are (KV buffers); ``shared_outputs`` likewise, for results written in place. ``name`` is
-    for messages.
+    ``outputs`` are overwritten by the next run. ``name`` is for messages. ``binding``: where
+    OrtSession binds them.
     """
 
     def __init__(
         self,
         session: Any,
+        name: str,
         inputs: Mapping[str, NDArray[Any]],
         outputs: Mapping[str, NDArray[Any]],
-        shared: Mapping[str, Any],
-        shared_outputs: Mapping[str, Any],
-        name: str,
     ) -> None:
         self.name = name
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
+        self.binding = session.io_binding()
         self._session = session
-        self._binding = session.io_binding()
-        make = onnxruntime.OrtValue.ortvalue_from_numpy
-        for name, array in self.inputs.items():
-            self._binding.bind_ortvalue_input(name, make(array))
-        for name, value in shared.items():
-            self._binding.bind_ortvalue_input(name, value)
-        for name, array in self.outputs.items():
-            self._binding.bind_ortvalue_output(name, make(array))
-        for name, value in shared_outputs.items():
-            self._binding.bind_ortvalue_output(name, value)
 
     def run(self) -> None:
         """Run the engine. Raises EngineError."""
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(self.binding)
         except Exception as error:
             raise EngineError(f"{self.name}: a run failed: {error}") from error
-
-
-class RunCache(Generic[R]):
-    """Prepared runs by block width, dropped together when the KV buffers move.
-
-    It does not keep what makes them, which has the cache: buffers are freed at once, not when the
-    garbage collector comes round.
-    """
-
-    def __init__(self) -> None:
-        self._runs: OrderedDict[Hashable, R] = OrderedDict()
-        self._version = -1
-
-    def get(self, make: Callable[..., R], version: int, *key: int) -> R:
-        """The run for ``key``, made by ``make(*key)`` when there is none for this ``version``."""
-        if version != self._version:
-            self._runs.clear()
-            self._version = version
-        run = self._runs.get(key)
-        if run is not None:
-            self._runs.move_to_end(key)
-            return run
-        run = self._runs[key] = make(*key)
-        if len(self._runs) > MAX_PREPARED_RUNS:
-            self._runs.popitem(last=False)  # the one that was not used for longest
-        return run
-
-
-def zeros(spec: TensorSpec, **sizes: int) -> NDArray[Any]:
-    """An array for ``spec`` with its symbolic sizes as given."""
-    shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape)
-    return np.zeros(shape, dtype=spec.dtype.value)

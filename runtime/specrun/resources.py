@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specrun import graph_file, ort
 from specrun.contract import TARGET_ENGINE
@@ -12,6 +12,7 @@ from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.manifest import Manifest
 from specrun.options import EngineOptions
+from specrun.runner import Session
 from specrun.target import Verifier
 from specrun.text import Tokenizer
 
@@ -30,7 +31,7 @@ class Resources:
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        self._sessions: dict[str, Any] = {}
+        self._sessions: dict[str, Session] = {}
         self._providers: dict[str, str] = {}
         self._pair: VocabularyPair | None = None
         self._model: TargetModel | None = None
@@ -51,7 +52,7 @@ class Resources:
         parity = self.manifest.parity
         return None if parity is None else parity.width_noise
 
-    def session(self, name: str) -> Any:
+    def session(self, name: str) -> Session:
         """The session of the engine called ``name``. Raises EngineError."""
         if name not in self._sessions:
             spec = self.manifest.engines[name]
@@ -65,7 +66,7 @@ class Resources:
                 device=self.options.device,
                 spin=self.options.spin,
             )
-            self._providers[name] = str(self._sessions[name].get_providers()[0])
+            self._providers[name] = self._sessions[name].provider
         return self._sessions[name]
 
     def torch_model(self, failure: EngineError | None) -> TargetModel:

@@ -3,7 +3,7 @@
 ::
 
     Session    an engine that is open; knows the memory its KV buffers must be in
-      prepare  -> Run      all tensors bound to buffers; refill ``inputs``, ``run()``, read ``outputs``
+      prepare  -> Run      all tensors bound; refill ``inputs``, ``run()``, read ``outputs``
     Memory     gives KV buffers
       zeros    -> Buffer   bound as an input and, for what the engine writes, as an output too
 

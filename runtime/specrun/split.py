@@ -32,14 +32,13 @@ from specrun.contract import (
     PAST_LENGTH,
     PER_LAYER,
     TOKENS,
-    Part,
-    past,
 )
 from specrun.errors import EngineError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
 from specrun.options import PREFILL_CHUNK
-from specrun.ort import TYPES, PreparedRun, RunCache
+from specrun.runner import Run, Session
+from specrun.runs import RunCache
 from specrun.target import BetweenChunks, KvEngine, OnRows, Rows, in_chunks
 
 INITIAL_ROWS = 16  # hidden states that the buffers between the engines hold at first
@@ -53,7 +52,7 @@ class SplitTarget:
 
     def __init__(
         self,
-        sessions: Mapping[str, Any],
+        sessions: Mapping[str, Session],
         engines: Mapping[str, EngineSpec],
         *,
         max_context: int,
@@ -64,12 +63,12 @@ class SplitTarget:
         self.engine = engines[HEAD_ENGINE]
         self.prefill_chunk = prefill_chunk
         owned = (*front.kv, *(back.kv if back is not None else ()))
-        types = {node.name: TYPES[node.type] for node in sessions[FRONT_ENGINE].get_inputs()}
         self.kv = KvBuffers(
             owned,
-            types[past(front.kv[0].layer, Part.KEY)],
+            sessions[FRONT_ENGINE].spec.kv_dtype,
             max_context=max_context,
             initial_capacity=initial_capacity,
+            memory=sessions[FRONT_ENGINE].memory,
         )
         self._front = _Stage(sessions[FRONT_ENGINE], front, self.kv)
         self._back = None if back is None else _Stage(sessions[BACK_ENGINE], back, self.kv)
@@ -79,9 +78,9 @@ class SplitTarget:
         self._all_hidden = not (self._front.picks or (self._back is not None and self._back.picks))
         self._rows = _RowBuffers(_between(engines))
         self._ahead: list[int] = []  # tokens of the rows [length, front_length)
-        self._runs_front: RunCache[PreparedRun] = RunCache()
-        self._runs_back: RunCache[PreparedRun] = RunCache()
-        self._runs_head: RunCache[PreparedRun] = RunCache()
+        self._runs_front: RunCache[Run] = RunCache()
+        self._runs_back: RunCache[Run] = RunCache()
+        self._runs_head: RunCache[Run] = RunCache()
 
     @property
     def length(self) -> int:
@@ -246,7 +245,7 @@ class SplitTarget:
         outputs = run.outputs
         return Rows(outputs[ARGMAX], outputs[HIDDEN], outputs.get(LOGITS), outputs[MARGIN])
 
-    def _prepare_front(self, start: int, count: int, first_row: int) -> PreparedRun:
+    def _prepare_front(self, start: int, count: int, first_row: int) -> Run:
         stage, stop = self._front, start + count
         inputs = stage.arrays((TOKENS, PAST_LENGTH), rows=count)
         kept = start
@@ -256,7 +255,7 @@ class SplitTarget:
         outputs = {name: self._rows.view(name, kept, stop) for name in stage.between_out}
         return stage.prepare(inputs, outputs)
 
-    def _prepare_back(self, start: int, count: int, first_row: int) -> PreparedRun:
+    def _prepare_back(self, start: int, count: int, first_row: int) -> Run:
         stage = self._back
         assert stage is not None
         inputs = stage.arrays((PAST_LENGTH,))
@@ -269,7 +268,7 @@ class SplitTarget:
 
     def _prepare_head(
         self, last: int, start: int, stop: int, first_row: int, want_logits: int
-    ) -> PreparedRun:
+    ) -> Run:
         stage = self._head
         rows = self._rows.view(LAST_ROWS if last else EXIT_ROWS, start, stop)
         inputs = {HEAD_ROWS: rows, **stage.first_row(first_row - start)}
@@ -282,7 +281,7 @@ class SplitTarget:
 class _Stage(KvEngine):
     """One of the engines, its KV buffers and what it hands on."""
 
-    def __init__(self, session: Any, engine: EngineSpec, kv: KvBuffers) -> None:
+    def __init__(self, session: Session, engine: EngineSpec, kv: KvBuffers) -> None:
         super().__init__(session, engine, kv)
         names = (EXIT_ROWS, PER_LAYER, LAST_ROWS)
         self.between_in = [spec.name for spec in engine.inputs if spec.name in names]
@@ -339,7 +338,7 @@ def _between(engines: Mapping[str, EngineSpec]) -> dict[str, tuple[tuple[int, ..
         if spec.name in (EXIT_ROWS, PER_LAYER, LAST_ROWS)
     ]
     return {
-        spec.name: (tuple(int(size) for size in spec.shape[2:]), spec.dtype.value) for spec in specs
+        spec.name: (tuple(int(size) for size in spec.shape[2:]), spec.dtype.numpy) for spec in specs
     }
 
 

@@ -22,10 +22,11 @@ from specrun.contract import (
     present,
 )
 from specrun.errors import EngineError
-from specrun.kv import INITIAL_CAPACITY, KvBuffers
+from specrun.kv import INITIAL_CAPACITY, KvBuffers, check_memory
 from specrun.manifest import EngineSpec
 from specrun.options import PREFILL_CHUNK
-from specrun.ort import TYPES, PreparedRun, RunCache, zeros
+from specrun.runner import Run, Session
+from specrun.runs import RunCache, zeros
 
 
 class Rows(NamedTuple):
@@ -105,14 +106,18 @@ def in_chunks(tokens: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
 
 
 class KvEngine:
-    """A session on KV buffers: arrays for its tensors, and runs that are bound to the buffers."""
+    """A session on KV buffers: arrays for its tensors, and runs that are bound to the buffers.
 
-    def __init__(self, session: Any, engine: EngineSpec, kv: KvBuffers) -> None:
+    Raises EngineError where the buffers are in another memory than the session's.
+    """
+
+    def __init__(self, session: Session, engine: EngineSpec, kv: KvBuffers) -> None:
+        check_memory(session, kv)
         self.engine = engine
         self._session = session
         self._kv = kv
         self._specs = {spec.name: spec for spec in (*engine.inputs, *engine.outputs)}
-        self._past = [name for name in kv.arrays if name in self._specs]
+        self._past = [name for name in kv.buffers if name in self._specs]
         self._present = {
             present(layer.layer, part): past(layer.layer, part)
             for layer in engine.kv
@@ -135,16 +140,14 @@ class KvEngine:
 
     def prepare(
         self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]
-    ) -> PreparedRun:
+    ) -> Run:
         """A run on these arrays and the KV buffers."""
-        values = self._kv.values
-        return PreparedRun(
-            self._session,
+        buffers = self._kv.buffers
+        return self._session.prepare(
             inputs,
             outputs,
-            {name: values[name] for name in self._past},
-            {out: values[name] for out, name in self._present.items()},
-            self.engine.file,
+            {name: buffers[name] for name in self._past},
+            {out: buffers[name] for out, name in self._present.items()},
         )
 
 
@@ -225,7 +228,7 @@ class Target(KvTarget):
 
     def __init__(
         self,
-        session: Any,
+        session: Session,
         engine: EngineSpec,
         *,
         max_context: int,
@@ -236,17 +239,16 @@ class Target(KvTarget):
         self.engine = engine
         self.all_hidden, self.name = engine.all_hidden, engine.file
         self.prefill_chunk = prefill_chunk
-        types = {node.name: TYPES[node.type] for node in session.get_inputs()}
-        dtype = types[past(engine.kv[0].layer, Part.KEY)]
         self.kv = KvBuffers(
             engine.kv,
-            dtype,
+            session.spec.kv_dtype,
             max_context=max_context,
             batch=batch,
             initial_capacity=initial_capacity,
+            memory=session.memory,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
-        self._runs: RunCache[PreparedRun] = RunCache()
+        self._runs: RunCache[Run] = RunCache()
 
     def _step(
         self,
@@ -270,7 +272,7 @@ class Target(KvTarget):
         outputs = run.outputs
         return Rows(outputs[ARGMAX], wanted, outputs.get(LOGITS), outputs[MARGIN])
 
-    def _prepare(self, rows: int, first_row: int, want_logits: int) -> PreparedRun:
+    def _prepare(self, rows: int, first_row: int, want_logits: int) -> Run:
         on_kv = self._on_kv
         inputs = on_kv.arrays((TOKENS, PAST_LENGTH), rows=rows) | on_kv.first_row(first_row)
         names = (ARGMAX, MARGIN, HIDDEN, *((LOGITS,) if want_logits else ()))

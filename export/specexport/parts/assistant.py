@@ -26,7 +26,8 @@ from specexport.weights import Weights
 from specrun import contract
 from specrun.contract import MTP_DRAFTER_ENGINE, Role
 from specrun.manifest import DrafterSpec, DraftMethod, EngineSpec, MtpContract, ParityCase
-from specrun.ort import PreparedRun, zeros
+from specrun.runner import Run, Session
+from specrun.runs import zeros
 
 if TYPE_CHECKING:
     from specgraphs.assistant import AssistantPlan
@@ -194,7 +195,7 @@ def _reference_case(assistant: Any, run: TargetRun, past: int, known: int) -> Dr
 
 
 def _check_draft(
-    session: Any,
+    session: Session,
     spec: EngineSpec,
     target: Any,
     draft: DraftCase,
@@ -227,7 +228,7 @@ def _check_draft(
 
 
 def _compare_draft(
-    run: PreparedRun, draft: DraftCase, first: int, count: int, head: str, *, integers: bool
+    run: Run, draft: DraftCase, first: int, count: int, head: str, *, integers: bool
 ) -> tuple[float, float]:
     tokens = run.outputs[contract.DRAFT_TOKENS][0]
     logits = run.outputs[contract.DRAFT_LOGITS][0]
@@ -296,16 +297,14 @@ def _centroid_error(
     return share * relative_error(logits[both], wanted[both])
 
 
-def _draft_run(session: Any, spec: EngineSpec, target: Any, steps: int) -> PreparedRun:
+def _draft_run(session: Session, spec: EngineSpec, target: Any, steps: int) -> Run:
     sizes = {contract.BATCH: 1, contract.DRAFTS: steps}
     kv = {contract.past(kv.layer, part) for kv in spec.kv for part in contract.Part}
     inputs = {i.name: zeros(i, **sizes) for i in spec.inputs if i.name not in kv}
     inputs[contract.NUM_DRAFT][...] = steps
-    return PreparedRun(
-        session,
+    return session.prepare(
         inputs,
         {o.name: zeros(o, **sizes) for o in spec.outputs},
-        {name: target.kv.values[name] for name in kv},
+        {name: target.kv.buffers[name] for name in kv},
         {},
-        spec.file,
     )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from specexport.sources import Source
     from specgraphs.engine_graph import EngineGraph
     from specgraphs.trace import FakeModel
+    from specrun.runner import Session
     from specrun.target import Verifier
 
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
@@ -113,7 +114,7 @@ class Opened:
             return model.target(None, max_context=most, prefill_chunk=PREFILL_CHUNK)
         return open_target(self.manifest, self.session, max_context=most)
 
-    def session(self, name: str) -> Any:
+    def session(self, name: str) -> Session:
         """A session of the engine called ``name``, checked against the manifest."""
         from specexport.bounded import engine_in_pieces
         from specrun.ort import open_session

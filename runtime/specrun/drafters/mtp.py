@@ -46,9 +46,10 @@ from specrun.contract import (
 )
 from specrun.drafters.base import Proposal
 from specrun.errors import EngineError
-from specrun.kv import KvBuffers
+from specrun.kv import KvBuffers, check_memory
 from specrun.manifest import EngineSpec
-from specrun.ort import PreparedRun, RunCache, zeros
+from specrun.runner import Run, Session
+from specrun.runs import RunCache, zeros
 from specrun.sampling import Distribution, Sampler
 
 Draws = Literal["sampled", "argmax"]
@@ -60,14 +61,15 @@ class MtpDrafter:
 
     Its state is the last committed token, the hidden state that gave it, and the target's length.
     ``max_num_draft``: most tokens of a proposal, None for any number. ``draws``: how to draft when
-    sampling; drafts that must have a q are sampled.
+    sampling; drafts that must have a q are sampled. Raises EngineError where the engine does not
+    read the memory that the target's KV is in.
     """
 
     needs_prompt_rows = False
 
     def __init__(
         self,
-        session: Any,
+        session: Session,
         engine: EngineSpec,
         kv: KvBuffers,
         *,
@@ -75,6 +77,7 @@ class MtpDrafter:
         draws: Draws = "sampled",
     ) -> None:
         assert engine.mtp is not None, "the manifest refuses an MTP drafter without its contract"
+        check_memory(session, kv)
         self.max_drafts = max_num_draft
         self._draws = draws
         self._session = session
@@ -85,7 +88,7 @@ class MtpDrafter:
         # The state is kept in the buffers bound as inputs, shared by the runs of every width.
         names = (TOKEN, HIDDEN, PAST_LENGTH)
         self._state = {name: zeros(self._specs[name], batch=kv.batch) for name in names}
-        self._runs: RunCache[PreparedRun] = RunCache()
+        self._runs: RunCache[Run] = RunCache()
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Nothing to do: the target reads the prompt into its KV."""
@@ -136,17 +139,15 @@ class MtpDrafter:
         with np.errstate(over="ignore"):  # far below the first, in the limit: probability 0
             return Distribution.normalised(np.exp(below / temperature), ids[order])
 
-    def _prepare(self, count: int) -> PreparedRun:
+    def _prepare(self, count: int) -> Run:
         def array(name: str) -> NDArray[Any]:
             return zeros(self._specs[name], batch=self._kv.batch, drafts=count)
 
         num_draft = array(NUM_DRAFT)
         num_draft[...] = count
-        return PreparedRun(
-            self._session,
+        return self._session.prepare(
             {**self._state, NUM_DRAFT: num_draft, NOISE: array(NOISE)},
             {name: array(name) for name in (DRAFT_TOKENS, DRAFT_LOGITS, DRAFT_CANDIDATES)},
-            {name: self._kv.values[name] for name in self._layers},
+            {name: self._kv.buffers[name] for name in self._layers},
             {},
-            self._file,
         )

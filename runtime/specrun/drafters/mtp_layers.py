@@ -25,7 +25,8 @@ from specrun.contract import ARGMAX, HIDDEN, LOGITS, NEXT_HIDDEN, PAST_LENGTH, T
 from specrun.drafters.base import Proposal, draw_from_row, proposal_of
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
-from specrun.ort import PreparedRun, RunCache
+from specrun.runner import Run, Session
+from specrun.runs import RunCache
 from specrun.sampling import Draw, Sampler
 from specrun.target import KvEngine
 
@@ -43,7 +44,7 @@ class MtpLayersDrafter:
 
     def __init__(
         self,
-        sessions: Sequence[Any],
+        sessions: Sequence[Session],
         engines: Sequence[EngineSpec],
         *,
         max_context: int,
@@ -58,7 +59,7 @@ class MtpLayersDrafter:
             for session, engine in zip(sessions, engines, strict=True)
         ]
         width, dtype = engines[0].hidden_size, engines[0].kv_dtype
-        self._none: NDArray[Any] = np.zeros((0, width), dtype=dtype.value)
+        self._none: NDArray[Any] = np.zeros((0, width), dtype=dtype.numpy)
         self.begin(())
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -176,7 +177,7 @@ class MtpLayer:
 
     def __init__(
         self,
-        session: Any,
+        session: Session,
         engine: EngineSpec,
         *,
         max_context: int,
@@ -188,9 +189,10 @@ class MtpLayer:
             engine.kv_dtype,
             max_context=max_context,
             initial_capacity=initial_capacity,
+            memory=session.memory,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
-        self._runs: RunCache[PreparedRun] = RunCache()
+        self._runs: RunCache[Run] = RunCache()
 
     def run(
         self,
@@ -213,7 +215,7 @@ class MtpLayer:
         logits = run.outputs[LOGITS][0, 0] if want_logits else None
         return LayerRows(int(run.outputs[ARGMAX][0, 0]), run.outputs[NEXT_HIDDEN][0], logits)
 
-    def _prepare(self, rows: int, want_logits: int) -> PreparedRun:
+    def _prepare(self, rows: int, want_logits: int) -> Run:
         on_kv = self._on_kv
         inputs = on_kv.arrays((TOKENS, HIDDEN, PAST_LENGTH), rows=rows) | on_kv.first_row(rows - 1)
         names = (ARGMAX, NEXT_HIDDEN, LOGITS) if want_logits else (ARGMAX, NEXT_HIDDEN)
