@@ -1,0 +1,254 @@
+"""TensorRT: plans opened as the manifest says, and runs of them on KV buffers of the device.
+
+One context per profile; they take turns on one stream and share the memory for what is between
+layers. A run copies its small inputs to the device, runs, copies back what the host always needs,
+and waits once. Logits and hidden states stay on the device until somebody looks at them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from specrun import bfloat16, plans, trt_library
+from specrun.errors import EngineError
+from specrun.manifest import EngineSpec
+from specrun.plans import PlanSpec, Shape
+from specrun.process import Closing
+from specrun.runner import Buffer
+from specrun.trt_checks import aliases, check_aliases, check_io, check_profiles, check_valid
+from specrun.trt_cuda import Cuda, Memory
+from specrun.trt_library import KernelCache, Messages
+from specrun.trt_memory import DeviceBuffer, DeviceMemory
+from specrun.trt_run import Machine, Slot, Tensors, TrtRun
+from specrun.trt_staging import Shared
+
+if TYPE_CHECKING:
+    import tensorrt_rtx as trt
+
+
+def open_plan(
+    path: Path, spec: EngineSpec, plan: PlanSpec, *, device: int = 0, graphs: bool = False
+) -> TrtSession:
+    """Open a plan, whose size and sha256 were checked, on a GPU.
+
+    ``spec``: the engine's entry in the manifest, whose inputs and outputs the plan must have.
+    ``device``: number of the GPU. ``graphs``: put every run that is prepared into a CUDA graph.
+    Raises DeviceError: a package, the driver or the GPU is not there; EngineError: the plan is of
+    another release, flavour or device, which is seen before TensorRT gets it, it does not load, or
+    its tensors and profiles are others than declared; UsageError in a fork of the process that
+    uses the GPU.
+    """
+    library = trt_library.load(plan.flavour)
+    cuda = Cuda(device)
+    place = trt_library.place(plan.flavour, library, cuda)
+    if (reason := plans.why_not(plan, place)) is not None:
+        plans.refuse(plan.file, reason, path.parent, place.flavour)
+    opened = Opened(library, cuda, plan, path, graphs=graphs)
+    try:
+        check_io(library, opened.engine, spec, plan)
+        check_aliases(opened.engine, spec, plan)
+        check_profiles(opened.engine, plan)
+        opened.make_contexts()
+    except BaseException:
+        opened.close()
+        raise
+    return TrtSession(opened, spec, str(place))
+
+
+class Opened:
+    """What must be freed in an order: contexts, engine, runtime, memory, stream."""
+
+    def __init__(
+        self, library: Any, cuda: Cuda, plan: PlanSpec, path: Path, *, graphs: bool
+    ) -> None:
+        self.plan = plan
+        self.process = cuda.process
+        self.slots: list[Slot] = []
+        self._library, self._graphs = library, graphs
+        self._hint = plans.build_hint(path.parent, plan.flavour)
+        self._messages = Messages()
+        self._cache: KernelCache | None = None
+        self._between_layers: Memory | None = None
+        self._runtime: trt.Runtime | None = None
+        self._load(path)
+        self.machine = Machine(
+            plan.file,
+            cuda.stream(),
+            Shared(cuda, plan.file),
+            self._messages,
+            captures=graphs and plan.flavour == "tensorrt",
+        )
+
+    def make_contexts(self) -> None:
+        """One per profile, on the same memory. Raises EngineError."""
+        stream = self.machine.stream
+        size = int(self.engine.device_memory_size_v2)
+        if size:
+            self._between_layers = stream.cuda.malloc(size, f"{self.plan.file}: between layers")
+        config = self._config()
+        for number, profile in enumerate(self.plan.profiles):
+            what = f"{self.plan.file}: profile {profile.name}"
+            context: trt.IExecutionContext = self._messages.attempt(
+                what, lambda: self.engine.create_execution_context(runtime_config=config)
+            )
+            if self._between_layers is not None:
+                context.set_device_memory(self._between_layers.address, size)
+            if not context.set_optimization_profile_async(number, stream.handle):
+                self._messages.fail(f"{what} cannot be used")
+            self.slots.append(Slot(profile.name, context))
+        stream.synchronize()
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing. In a fork nothing is freed, ever."""
+        if os.getpid() != self.process:
+            _never_free(self)
+            return
+        if self._runtime is None:
+            return
+        stream = self.machine.stream
+        stream.cuda.use()
+        with contextlib.suppress(EngineError):  # of a run that failed, which said so
+            stream.synchronize()
+        if self._cache is not None:
+            self._cache.save()
+        for slot in self.slots:
+            slot.context = None
+        self._cache = self._between_layers = None
+        del self.engine
+        self._runtime = None
+        self.machine.shared.close()
+
+    def _load(self, path: Path) -> None:
+        name, messages, library = self.plan.file, self._messages, self._library
+        logger = trt_library.logger(library, messages)
+        runtime: trt.Runtime = messages.attempt(name, lambda: library.Runtime(logger))
+        with _mapped(path) as blob:
+            check_valid(library, runtime, blob, messages, name, self._hint)
+            self.engine: trt.ICudaEngine = messages.attempt(
+                f"{name}: does not load", lambda: runtime.deserialize_cuda_engine(blob), self._hint
+            )
+        self._runtime = runtime
+
+    def _config(self) -> trt.IRuntimeConfig:
+        """Contexts are given their memory; TensorRT-RTX keeps what it compiles for them."""
+        library = self._library
+        config: trt.IRuntimeConfig = self.engine.create_runtime_config()
+        strategy = library.ExecutionContextAllocationStrategy.USER_MANAGED
+        config.set_execution_context_allocation_strategy(strategy)
+        if self.plan.flavour == "tensorrt_rtx":
+            self._cache = KernelCache(self.plan.sha256, config, self._messages)
+            self._cache.use(config)
+            if self._graphs:
+                config.cuda_graph_strategy = library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        return config
+
+
+class TrtSession(Closing):
+    """See :class:`specrun.runner.Session`. Belongs to the process that opened it."""
+
+    def __init__(self, opened: Opened, spec: EngineSpec, provider: str) -> None:
+        self.spec = spec
+        self.provider = provider  # with the release and the device
+        self.memory = DeviceMemory(opened.machine.stream)
+        self._opened = opened
+        self._aliases = aliases(spec)
+        # Also when nobody closes it: an interpreter at its end frees things in no order.
+        self._close = weakref.finalize(self, opened.close)
+
+    @property
+    def plan(self) -> PlanSpec:
+        """The plan's entry in the manifest."""
+        return self._opened.plan
+
+    def prepare(
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        past: Mapping[str, Buffer],
+        present: Mapping[str, Buffer],
+    ) -> TrtRun:
+        """A run on these arrays and buffers, under the profile that its shapes fit.
+
+        Raises EngineError: a tensor is missing, unknown or of another dtype or shape, the sizes fit
+        no profile, or a KV buffer is not where the plan needs it; UsageError after ``close``.
+        """
+        machine, plan = self._opened.machine, self.plan
+        machine.stream.cuda.use()
+        self._check_names(inputs.keys() | past.keys(), outputs.keys(), present.keys())
+        tensors = Tensors(
+            {tensor.name: tensor for tensor in (*self.spec.inputs, *self.spec.outputs)},
+            inputs,
+            outputs,
+            {name: self._on_device(name, buffer) for name, buffer in past.items()},
+            {name: self._on_device(name, buffer) for name, buffer in present.items()},
+        )
+        self._check_arrays(tensors)
+        shapes: dict[str, Shape] = {name: array.shape for name, array in inputs.items()}
+        shapes |= {name: buffer.shape for name, buffer in past.items()}
+        slot = self._opened.slots[plans.fitting_profile(plan, shapes)]
+        return TrtRun(machine, slot, tensors, self.spec.outputs)
+
+    def close(self) -> None:
+        """Free the plan and its contexts; a second call does nothing. Buffers go with their owners.
+
+        In a fork nothing is freed: the device's context is that of another process.
+        """
+        self._close()
+
+    def _check_names(self, given: Set[str], outputs: Set[str], present: Set[str]) -> None:
+        needed = {tensor.name for tensor in self.spec.inputs}
+        wanted = {tensor.name for tensor in self.spec.outputs}
+        for what, wrong in (
+            ("is not given", needed - given),
+            ("is no input", given - needed),
+            ("is no output", (outputs | present) - wanted),
+            ("is not given", self._aliases.keys() - present),
+        ):
+            if wrong:
+                raise EngineError(f"{self.plan.file}: {min(wrong)!r} {what}")
+
+    def _check_arrays(self, tensors: Tensors) -> None:
+        for name, array in tensors.inputs.items():
+            want = bfloat16.shown(tensors.dtype(name))
+            if array.dtype != want:
+                raise EngineError(
+                    f"{self.plan.file}: {name!r} must be {want.name}, is {array.dtype.name}"
+                )
+        for output, source in self._aliases.items():
+            if tensors.present[output].address != tensors.past[source].address:
+                raise EngineError(
+                    f"{self.plan.file}: {output!r} must be the buffer of {source!r}, is another"
+                )
+
+    def _on_device(self, name: str, buffer: Buffer) -> DeviceBuffer:
+        if not isinstance(buffer, DeviceBuffer):
+            raise EngineError(f"{self.plan.file}: the KV buffer {name!r} is not on the GPU")
+        return buffer
+
+
+def _never_free(thing: object) -> None:
+    """Keep ``thing`` past the end: to free it would use the device of another process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file without reading them all at once. Raises EngineError."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            view = memoryview(data)
+            try:
+                yield view
+            finally:
+                view.release()
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise EngineError(f"{path}: cannot be read: {error}") from error
