@@ -11,13 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 from specrun.contract import DType, TensorSpec
 
 VOCABULARY, HEADS, KV_HEADS = 64, 4, 2
-NUMPY = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16}
 SPEC_TYPES = {
-    TensorProto.FLOAT: "float32",
-    TensorProto.FLOAT16: "float16",
-    TensorProto.BFLOAT16: "bfloat16",
-    TensorProto.INT64: "int64",
-    TensorProto.INT32: "int32",
+    TensorProto.FLOAT: DType.FLOAT32,
+    TensorProto.FLOAT16: DType.FLOAT16,
+    TensorProto.BFLOAT16: DType.BFLOAT16,
+    TensorProto.INT64: DType.INT64,
+    TensorProto.INT32: DType.INT32,
 }
 Size = int | str
 
@@ -48,7 +47,9 @@ class GraphBuilder:
             self.initializers.append(helper.make_tensor(name, dtype, array.shape, packed, raw=True))
         else:
             flat = array.astype(np.float64).ravel()
-            self.initializers.append(helper.make_tensor(name, dtype, array.shape, flat))
+            made = numpy_helper.to_array(helper.make_tensor(name, dtype, array.shape, flat))
+            raw = helper.make_tensor(name, dtype, array.shape, made.tobytes(), raw=True)
+            self.initializers.append(raw)  # as bytes, so that they can lie in a file of weights
         return name
 
     def input(self, name: str, dtype: int, *shape: Size) -> str:
@@ -102,9 +103,8 @@ def target(
         g.node("Transpose", [split], name, perm=[0, 2, 1, 3])
     caches = write_caches(g, dtype, batch, capacity, head)
     mask = causal_mask(g, capacity)
-    attend = g.node if fused else None
-    if attend is not None:
-        attended = attend("Attention", ["q", *caches, mask], "attended", scale=head**-0.5)
+    if fused:
+        attended = g.node("Attention", ["q", *caches, mask], "attended", scale=head**-0.5)
     else:
         attended = _spelled_out(g, caches, mask, dtype, head)
     g.constant("joined_shape", np.array([0, 0, hidden]))
@@ -192,9 +192,7 @@ def _weight(g: GraphBuilder, name: str, values: Any, dtype: int, form: str) -> s
     return g.node("DequantizeLinear", [f"{name}_q", f"{name}_scale"], name, **attributes)
 
 
-def _spelled_out(
-    g: GraphBuilder, caches: tuple[str, str], mask: str, dtype: int, head: int
-) -> str:
+def _spelled_out(g: GraphBuilder, caches: tuple[str, str], mask: str, dtype: int, head: int) -> str:
     """Grouped attention as matrix products, with the softmax in float32."""
     group = HEADS // KV_HEADS
     g.constant("grouped", np.array([0, KV_HEADS, group, -1, head]))
@@ -233,6 +231,7 @@ def drafter(
         g.input(f"past.0.{part}", dtype, "batch", KV_HEADS, capacity, head)
     g.constant("embedding", rng.normal(size=(VOCABULARY, hidden)), dtype)
     g.constant("head", rng.normal(size=(hidden, VOCABULARY)), dtype)
+    g.constant("root", np.array(head**-0.5), dtype)
     g.constant("q_shape", np.array([0, 0, HEADS, head]))
     g.constant("joined_shape", np.array([0, 0, hidden]))
     g.constant("two", np.array([2]))
@@ -261,8 +260,9 @@ def _draft_step(g: GraphBuilder, k: int, token: str, state: str, head: int) -> t
     x = g.node("Add", [looked_up, state], f"x_{k}")
     split = g.node("Reshape", [x, "q_shape"], f"split_{k}")
     q = g.node("Transpose", [split], f"q_{k}", perm=[0, 2, 1, 3])
-    ports = [q, "past.0.key", "past.0.value", "mask"]
-    attended = g.node("Attention", ports, f"attended_{k}", scale=head**-0.5)
+    scaled = g.node("Mul", [q, "root"], f"scaled_{k}")
+    ports = [scaled, "past.0.key", "past.0.value", "mask"]
+    attended = g.node("Attention", ports, f"attended_{k}", scale=1.0)
     turned = g.node("Transpose", [attended], f"turned_{k}", perm=[0, 2, 1, 3])
     joined = g.node("Reshape", [turned, "joined_shape"], f"joined_{k}")
     half = g.node("MatMul", [joined, "head"], f"half_{k}")
@@ -280,10 +280,5 @@ def specs(values: Any) -> tuple[TensorSpec, ...]:
     for value in values:
         tensor = value.type.tensor_type
         shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
-        found.append(TensorSpec(value.name, spec_type(SPEC_TYPES[tensor.elem_type]), shape))
+        found.append(TensorSpec(value.name, SPEC_TYPES[tensor.elem_type], shape))
     return tuple(found)
-
-
-def spec_type(name: str) -> DType:
-    """The type by its name."""
-    return DType(name)

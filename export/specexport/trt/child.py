@@ -18,11 +18,11 @@ from specexport.trt import addresses, flavours
 from specexport.trt.bindings import trt, use
 from specexport.trt.messages import Messages, logger
 from specexport.trt.network import Parsed, check_borders, parse
-from specexport.trt.plans import BuildSettings, Profile
-from specexport.trt.profiles import is_dynamic, shapes
+from specexport.trt.plans import BuildSettings
 from specrun.contract import TensorSpec
 from specrun.decode import decode
-from specrun.errors import EngineError, SpecrunError
+from specrun.errors import DeviceError, EngineError, SpecrunError
+from specrun.plans import ProfileSpec
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it; ``error`` is None if ``out`` is written."""
+    """What came of it; ``error`` is None if ``out`` is written. ``device``: the error is one of
+    what is not there."""
 
     error: str | None = None
     hint: str | None = None
+    device: bool = False
     size: int = 0
     sha256: str = ""
     activation_bytes: int | None = None
@@ -75,31 +77,25 @@ def configure(parsed: Parsed, request: Request, messages: Messages) -> trt.IBuil
     settings = request.settings
     config = parsed.builder.create_builder_config()
     config.builder_optimization_level = settings.level
-    if settings.flavour == "tensorrt-rtx":
-        config.num_compute_capabilities = len(settings.compute_capabilities)
-        for index, number in enumerate(settings.compute_capabilities):
-            capability = trt.ComputeCapability.__members__[f"SM{number}"]
-            if not config.set_compute_capability(capability, index):
-                raise EngineError(f"compute capability {number} is refused: {messages.told()}")
-    if any(is_dynamic(spec) for spec in request.inputs):
-        for profile in settings.profiles:
-            add_profile(parsed.builder, config, profile, request.inputs, messages)
+    if settings.flavour == "tensorrt_rtx":  # full TensorRT builds for the GPU that is present
+        config.num_compute_capabilities = 1
+        capability = trt.ComputeCapability.__members__[f"SM{settings.compute_capability}"]
+        if not config.set_compute_capability(capability, 0):
+            raise EngineError(f"{capability.name} is refused: {messages.told()}")
+    for profile in settings.profiles:
+        add_profile(parsed.builder, config, profile, messages)
     return config
 
 
 def add_profile(
-    builder: trt.Builder,
-    config: trt.IBuilderConfig,
-    profile: Profile,
-    inputs: tuple[TensorSpec, ...],
-    messages: Messages,
+    builder: trt.Builder, config: trt.IBuilderConfig, profile: ProfileSpec, messages: Messages
 ) -> None:
-    """One optimization profile: its range for every dynamic input."""
+    """One optimization profile: the range of every input in it."""
     made = builder.create_optimization_profile()
-    for spec in filter(is_dynamic, inputs):
-        made.set_shape(spec.name, *shapes(profile, spec))
-    # TensorRT says no by a negative index, and only in its log why.
-    if messages.errors or config.add_optimization_profile(made) < 0:
+    for name, shapes in profile.inputs.items():
+        made.set_shape(name, *map(trt.Dims, (shapes.min, shapes.opt, shapes.max)))
+    # TensorRT says no by a negative index, and why in its log only.
+    if config.add_optimization_profile(made) < 0 or messages.errors:
         raise EngineError(
             f"profile {profile.name!r} is refused: {messages.told()}",
             hint="every dynamic size needs min <= opt <= max",
@@ -158,7 +154,8 @@ def _write(
 def _build_into(sink: _File, parsed: Parsed, config: trt.IBuilderConfig) -> bool:
     if hasattr(parsed.builder, "build_serialized_network_to_stream"):
         writer = _stream(sink)
-        return parsed.builder.build_serialized_network_to_stream(parsed.network, config, writer)
+        build = parsed.builder.build_serialized_network_to_stream
+        return bool(build(parsed.network, config, writer))
     plan = parsed.builder.build_serialized_network(parsed.network, config)
     return plan is not None and sink.write(bytes(plan)) > 0
 
@@ -185,7 +182,8 @@ def main(request: str, answer: str) -> None:
         try:
             found.append(build(asked))
         except SpecrunError as error:
-            found.append(Answer(error=str(error), hint=error.hint))
+            device = isinstance(error, DeviceError)
+            found.append(Answer(error=str(error), hint=error.hint, device=device))
 
     addresses.in_new_heap(work)
     Path(answer).write_text(json.dumps(asdict(found[0])), encoding="utf-8")

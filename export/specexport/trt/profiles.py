@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specexport.errors import ExportError
-from specexport.trt.plans import Profile, Range, SizeName, ranges
-from specrun.contract import BATCH, ROWS, WANTED, TensorSpec
+from specrun.contract import BATCH, KV_AXIS, ROWS, WANTED, TensorSpec
+from specrun.errors import UsageError
+from specrun.plans import ProfileName, ProfileSpec, ShapeRange
 
-PREFILL, DECODE = "prefill", "decode"
-Shape = tuple[int, ...]
+DYNAMIC = {BATCH, ROWS, WANTED}
+SMALLEST = {"prefill_rows": 1, "max_draft": 0, "max_batch": 1}
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,14 @@ class Sizes:
     max_batch: int = 1
 
     def __post_init__(self) -> None:
-        least = {"prefill_rows": 1, "max_draft": 0, "max_batch": 1}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                value = getattr(self, name)
-                raise ExportError(f"{name} must be at least {smallest}, got {value}")
+        for name, least in SMALLEST.items():
+            if getattr(self, name) < least:
+                raise UsageError(
+                    f"{name} must be at least {least}, got {getattr(self, name)}",
+                    hint="every dynamic size of an engine is at least 1",
+                )
         if self.draft is not None and not 0 <= self.draft <= self.max_draft:
-            raise ExportError(
+            raise UsageError(
                 f"draft must be in 0..{self.max_draft}, got {self.draft}",
                 hint="raise max_draft to verify more tokens in one run",
             )
@@ -53,46 +54,82 @@ class Sizes:
         return (self.max_draft if self.draft is None else self.draft) + 1
 
 
-def profiles(inputs: Iterable[TensorSpec], sizes: Sizes) -> tuple[Profile, ...]:
-    """The profiles of an engine with these inputs: ``prefill`` and ``decode``.
+@dataclass(frozen=True)
+class _Range:
+    """What one dynamic size may be."""
 
-    Only ``decode`` where the number of rows is fixed, or where a chunk of the prompt is no larger
-    than a verification. A profile has a range for each dynamic size that the inputs have.
+    opt: int
+    max: int
+
+
+def profiles(inputs: Iterable[TensorSpec], sizes: Sizes) -> tuple[ProfileSpec, ...]:
+    """The profiles of an engine with these inputs: ``prefill`` and ``decode``, in this order.
+
+    Only ``decode`` where the number of rows is fixed, or where a chunk of a prompt is no larger
+    than a verification.
+    Raises UsageError for a size that may not change from run to run.
     """
-    used = {size for spec in inputs for size in spec.shape if isinstance(size, str)}
-    if unknown := sorted(used - {BATCH, ROWS, WANTED}):
-        raise ExportError(
+    every = list(inputs)
+    dynamic = [spec for spec in every if is_dynamic(spec)]
+    used = {size for spec in dynamic for size in spec.shape if isinstance(size, str)}
+    if unknown := sorted(used - DYNAMIC):
+        raise UsageError(
             f"the inputs have the dynamic size {unknown[0]!r}",
-            hint="only batch, rows and wanted may change from run to run",
+            hint=f"only {', '.join(sorted(DYNAMIC))} may change from run to run",
         )
-    decode = _profile(DECODE, used, sizes, sizes.tuned_rows, sizes.verify_rows)
-    if ROWS not in used or sizes.prefill_rows <= sizes.verify_rows:
+    if not dynamic:  # a plan has a profile, so that it says what is fixed
+        return (_profile("decode", every, {}),)
+    decode = _profile("decode", dynamic, _decode_ranges(sizes))
+    if ROWS not in used:
         return (decode,)
-    rows = sizes.prefill_rows
-    return (_profile(PREFILL, used, sizes, rows, rows), decode)
+    rows = min(sizes.prefill_rows, _capacity(every, sizes))
+    if rows <= sizes.verify_rows:
+        return (decode,)
+    return (_profile("prefill", dynamic, _prefill_ranges(sizes, rows)), decode)
 
 
-def _profile(name: str, used: set[str], sizes: Sizes, opt: int, most: int) -> Profile:
-    # Logits of a whole chunk are never asked for: a large vocabulary would take 1 MB a row.
-    wanted_opt = 1 if name == PREFILL else opt
-    wanted_most = min(most, max(sizes.verify_rows, sizes.max_batch))
-    every: dict[SizeName, Range] = {
-        "batch": Range(1, 1, sizes.max_batch),
-        "rows": Range(1, opt, most),
-        "wanted": Range(1, wanted_opt, max(wanted_most, wanted_opt)),
-    }
-    return Profile(name, {size: spread for size, spread in every.items() if size in used})
-
-
-def shapes(profile: Profile, spec: TensorSpec) -> tuple[Shape, Shape, Shape]:
-    """The smallest, usual and largest shape of an input."""
-    found = ranges(profile)
-    ends = [(found[s].min, found[s].opt, found[s].max) if isinstance(s, str) else (s, s, s)
-            for s in spec.shape]
-    low, usual, high = (tuple(end[index] for end in ends) for index in range(3))
-    return low, usual, high
+def _capacity(inputs: list[TensorSpec], sizes: Sizes) -> int:
+    """Rows that the smallest KV buffer holds, which is the most that TensorRT lets a run write."""
+    buffers = [spec for spec in inputs if spec.name.startswith("past.")]
+    held = [size for spec in buffers if isinstance(size := spec.shape[KV_AXIS], int)]
+    capacity = min(held, default=sizes.prefill_rows)
+    if held and sizes.verify_rows > capacity:
+        raise UsageError(
+            f"max_draft is {sizes.max_draft}, the KV buffers hold {capacity} rows",
+            hint=f"lower max_draft to {capacity - 1}, or export a larger capacity",
+        )
+    return capacity
 
 
 def is_dynamic(spec: TensorSpec) -> bool:
     """Whether any size of it changes from run to run."""
     return any(isinstance(size, str) for size in spec.shape)
+
+
+def _decode_ranges(sizes: Sizes) -> dict[str, _Range]:
+    rows = _Range(sizes.tuned_rows, sizes.verify_rows)
+    return {BATCH: _Range(1, sizes.max_batch), ROWS: rows, WANTED: rows}
+
+
+def _prefill_ranges(sizes: Sizes, rows: int) -> dict[str, _Range]:
+    # Logits of a whole chunk are never asked for, and a row of a large vocabulary has 1 MB. Prompts
+    # of a batch end in different rows.
+    wanted = min(rows, max(sizes.verify_rows, sizes.max_batch))
+    return {
+        BATCH: _Range(1, sizes.max_batch),
+        ROWS: _Range(rows, rows),
+        WANTED: _Range(1, wanted),
+    }
+
+
+def _profile(name: ProfileName, inputs: list[TensorSpec], ranges: dict[str, _Range]) -> ProfileSpec:
+    return ProfileSpec(name, {spec.name: _shapes(spec, ranges) for spec in inputs})
+
+
+def _shapes(spec: TensorSpec, ranges: dict[str, _Range]) -> ShapeRange:
+    found = [
+        (1, ranges[size].opt, ranges[size].max) if isinstance(size, str) else (size,) * 3
+        for size in spec.shape
+    ]
+    low, usual, high = (tuple(sizes[end] for sizes in found) for end in range(3))
+    return ShapeRange(low, usual, high)

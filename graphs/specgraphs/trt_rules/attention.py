@@ -24,6 +24,7 @@ def attention(view: View) -> Iterator[Violation]:
             yield from _attributes(node)
             yield from _mask(view, node)
             yield from _kernel(view, node)
+            yield from _shared_keys(view, node)
 
 
 def _ports(node: onnx.NodeProto) -> Iterator[Violation]:
@@ -80,6 +81,18 @@ def _kernel(view: View, node: onnx.NodeProto) -> Iterator[Violation]:
         elif not has_kernel(shape[3]):
             message = f"there is no kernel for a head size of {shape[3]} ({port!r})"
             yield Violation(name, "attention-head-size", message, DECOMPOSE)
+
+
+def _shared_keys(view: View, node: onnx.NodeProto) -> Iterator[Violation]:
+    """TensorRT splits a scale over queries and keys. Equal scaled keys are merged, and the builder
+    dies of two attentions that read the one value: measured, with fused kernels of any size."""
+    key = given(node, 1)
+    sharing = [n for n in view.readers.get(key, []) if n.op_type == "Attention"]
+    sharing = [n for n in sharing if given(n, 1) == key]
+    if len(sharing) > 1 and attributes(node).get("scale") != 1.0:
+        message = f"scales keys {key!r} that {len(sharing)} attentions read: the builder crashes"
+        hint = "scale the queries before, and write scale=1"
+        yield Violation(called(node), "attention-shared-scale", message, hint)
 
 
 def has_kernel(head_size: int | str | None) -> bool:

@@ -84,7 +84,8 @@ def _bits(view: View, tensor: onnx.TensorProto) -> Array:
     Large weights are mapped, not read.
     """
     if not external_data_helper.uses_external_data(tensor):
-        return numpy_helper.to_array(tensor).view(np.uint16).ravel()
+        values: Array = numpy_helper.to_array(tensor)
+        return values.view(np.uint16).ravel()
     place = {entry.key: entry.value for entry in tensor.external_data}
     path = (view.folder or Path()) / place["location"]
     count, offset = int(np.prod(tensor.dims)), int(place.get("offset", 0))

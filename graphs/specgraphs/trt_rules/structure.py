@@ -13,8 +13,8 @@ from specgraphs.trt_rules.view import View, Violation, called
 OPSET, MAX_IR_VERSION = 24, 11
 CONTROL_FLOW = ("Loop", "If", "Scan")
 DATA_DEPENDENT = ("NonZero", "Unique", "Compress", "NonMaxSuppression", "StringSplit")
-RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-RANDOM += ("Multinomial", "Bernoulli", "Dropout")
+RANDOM = ("Multinomial", "Bernoulli", "Dropout")
+RANDOM_PREFIX = "Random"  # RandomNormal, RandomUniformLike ...
 
 
 def structure(view: View) -> Iterator[Violation]:
@@ -52,7 +52,7 @@ def _operators(view: View) -> Iterator[Violation]:
         elif node.op_type in DATA_DEPENDENT:
             message = f"the size of what {node.op_type} returns depends on data"
             yield Violation(name, "data-dependent", message, "use a mask or TopK")
-        elif node.op_type in RANDOM:
+        elif node.op_type in RANDOM or node.op_type.startswith(RANDOM_PREFIX):
             message = f"{node.op_type} draws numbers inside the engine"
             yield Violation(name, "random", message, "make the noise an input")
 

@@ -109,8 +109,8 @@ class View:
     def dtype(self, name: str) -> int:
         """Element type of a value, 0 if it is not known."""
         if name in self.initializers:
-            return self.initializers[name].data_type
-        return self.types[name].elem_type if name in self.types else 0
+            return int(self.initializers[name].data_type)
+        return int(self.types[name].elem_type) if name in self.types else 0
 
     def shape(self, name: str) -> Shape | None:
         """Sizes of a value, symbols by name, None for a size or a rank that is not known."""
