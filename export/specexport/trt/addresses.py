@@ -17,24 +17,26 @@ from collections.abc import Callable
 
 NO_RANDOMIZE = 0x0040000  # ADDR_NO_RANDOMIZE of Linux' personality(2)
 QUERY = 0xFFFFFFFF
+# The threshold is that of glibc itself, which raises it no more once it is given.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "PYTHONHASHSEED": "0"}
 
 
 def are_fixed() -> bool:
     """Whether this process was started at fixed addresses."""
-    return bool(_personality(QUERY) & NO_RANDOMIZE)
+    now = _personality(QUERY)
+    return now >= 0 and bool(now & NO_RANDOMIZE)
 
 
 def start_again_fixed() -> None:
     """Start this process again at fixed addresses; returns where the system does not allow it.
 
-    To be called first thing: nothing of the process is kept.
+    To be called first thing: nothing of the process is kept. It has :data:`ENVIRONMENT` already.
     """
     before = _personality(QUERY)
     if before < 0 or before & NO_RANDOMIZE:
         return
     _personality(before | NO_RANDOMIZE)
     if are_fixed():
-        os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, sys.orig_argv)
 
 

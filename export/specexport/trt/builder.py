@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from specexport.trt import flavours
+from specexport.trt import addresses, flavours
 from specexport.trt.child import Answer, Request
 from specexport.trt.plans import BuildSettings, Built, made_from
 from specrun.contract import TensorSpec
@@ -43,8 +43,14 @@ def build_engine(
     flavours.check_capability(installed, settings.compute_capability)
     source = made_from(onnx_path, weights_sha256, installed.version, settings)
     partial = out_path.with_name(f".{out_path.name}.{os.getpid()}")
-    cache = None if timing_cache is None else str(timing_cache)
-    request = Request(str(onnx_path), tuple(inputs), tuple(outputs), settings, str(partial), cache)
+    request = Request(
+        str(onnx_path.absolute()),
+        tuple(inputs),
+        tuple(outputs),
+        settings,
+        str(partial.absolute()),
+        None if timing_cache is None else str(timing_cache.absolute()),
+    )
     try:
         answer = _run(request)
         partial.replace(out_path)
@@ -80,7 +86,8 @@ def _run(request: Request) -> Answer:
 
 def _environment() -> dict[str, str]:
     """Ours, with the packages where they are found here."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
+    return os.environ | addresses.ENVIRONMENT | {"PYTHONPATH": path}
 
 
 def _died(name: str, done: subprocess.CompletedProcess[bytes]) -> EngineError:

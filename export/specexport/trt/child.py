@@ -52,29 +52,27 @@ class Answer:
     reproducible: bool = False
 
 
-def build(request: Request) -> Answer:
-    """Parse, check, build and write; raises EngineError."""
-    use(flavours.load(request.settings.flavour))
+def build(request: Request, graph: Path, out: IO[bytes]) -> Answer:
+    """Parse, check, build and write; raises EngineError. ``graph``: a name in this folder."""
     messages = Messages()
     log = logger(messages)
-    parsed = parse(Path(request.onnx), log, messages)
+    parsed = parse(graph, log, messages)
     check_borders(parsed.network, request.inputs, request.outputs)
-    config = configure(parsed, request, messages)
+    config = configure(parsed, request.settings, messages)
     timing = _timing_cache(config, request.timing_cache)
-    size, sha256 = _write(parsed, config, request, messages)
+    sink = write(parsed, config, out, messages)
     if timing is not None and request.timing_cache is not None:
         Path(request.timing_cache).write_bytes(bytes(timing.serialize()))
     return Answer(
-        size=size,
-        sha256=sha256,
+        size=sink.size,
+        sha256=sink.hash.hexdigest(),
         activation_bytes=messages.activation_bytes,
         reproducible=addresses.are_fixed(),
     )
 
 
-def configure(parsed: Parsed, request: Request, messages: Messages) -> trt.IBuilderConfig:
+def configure(parsed: Parsed, settings: BuildSettings, messages: Messages) -> trt.IBuilderConfig:
     """The builder's settings and profiles; raises EngineError for each that is not taken."""
-    settings = request.settings
     config = parsed.builder.create_builder_config()
     config.builder_optimization_level = settings.level
     if settings.flavour == "tensorrt_rtx":  # full TensorRT builds for the GPU that is present
@@ -132,23 +130,19 @@ def _stream(sink: _File) -> trt.IStreamWriter:
     return Writer()
 
 
-def _write(
-    parsed: Parsed, config: trt.IBuilderConfig, request: Request, messages: Messages
-) -> tuple[int, str]:
-    """Size and sha256 of the plan that was built and written."""
-    with Path(request.out).open("wb") as file:
-        sink = _File(file)
-        built = _build_into(sink, parsed, config)
-        file.flush()
-        os.fsync(file.fileno())
+def write(parsed: Parsed, config: trt.IBuilderConfig, out: IO[bytes], messages: Messages) -> _File:
+    """Build, and write the plan; raises EngineError if nothing came of it."""
+    sink = _File(out)
+    built = _build_into(sink, parsed, config)
     if sink.error is not None:
         raise EngineError(f"the plan cannot be written: {sink.error}", hint="free some disk space")
     if not built or messages.errors or not sink.size:
         raise EngineError(
-            f"TensorRT does not build {Path(request.onnx).name}: {messages.told()}",
+            f"TensorRT does not build the graph: {messages.told()}",
             hint="specgraphs.static_rules says what TensorRT takes",
         )
-    return sink.size, sink.hash.hexdigest()
+    os.fsync(out.fileno())
+    return sink
 
 
 def _build_into(sink: _File, parsed: Parsed, config: trt.IBuilderConfig) -> bool:
@@ -176,17 +170,38 @@ def main(request: str, answer: str) -> None:
     """Build what the file ``request`` asks for; whatever comes of it stands in ``answer``."""
     addresses.start_again_fixed()
     asked = decode(Request, json.loads(Path(request).read_text(encoding="utf-8")))
-    found: list[Answer] = []
+    try:
+        found = _answer(asked)
+    except OSError as error:
+        found = _of_the_system(error)
+    Path(answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+def _answer(asked: Request) -> Answer:
+    found = Answer(error="the build ended without a result")
 
     def work() -> None:
+        nonlocal found
         try:
-            found.append(build(asked))
+            found = build(asked, graph, out)
         except SpecrunError as error:
             device = isinstance(error, DeviceError)
-            found.append(Answer(error=str(error), hint=error.hint, device=device))
+            found = Answer(error=str(error), hint=error.hint, device=device)
+        except OSError as error:
+            found = _of_the_system(error)
 
-    addresses.in_new_heap(work)
-    Path(answer).write_text(json.dumps(asdict(found[0])), encoding="utf-8")
+    # All that depends on the length of a path comes before, so that it moves nothing in memory.
+    use(flavours.load(asked.settings.flavour))
+    graph = Path(Path(asked.onnx).name)
+    # Unbuffered, so that a full disk is seen while the plan is written.
+    with Path(asked.out).open("wb", buffering=0) as out:
+        os.chdir(Path(asked.onnx).parent)
+        addresses.in_new_heap(work)
+    return found
+
+
+def _of_the_system(error: OSError) -> Answer:
+    return Answer(error=str(error), hint="the folder must be there, take files and have room")
 
 
 if __name__ == "__main__":
