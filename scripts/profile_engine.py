@@ -27,6 +27,7 @@ import numpy as np
 import onnxruntime
 
 from specrun import contract, manifest, ort
+from specrun.devices import DEVICES
 from specrun.errors import SpecrunError
 from specrun.manifest import EngineSpec
 from specrun.memory import HostBuffer
@@ -127,7 +128,7 @@ def profile(
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(place) / "profile")
             profiled = onnxruntime.InferenceSession(
-                str(path), options, providers=[ort.PROVIDERS["cpu"]]
+                str(path), options, providers=list(DEVICES["cpu"].providers)
             )
             profiled_ms = run(ort.OrtSession(profiled, spec), count)
             events = json.loads(Path(profiled.end_profiling()).read_text(encoding="utf-8"))

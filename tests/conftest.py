@@ -19,6 +19,7 @@ import specrun
 
 if TYPE_CHECKING:
     from exported import Exported, Pair
+    from fake_gpu import Gpu
 
     from specrun.manifest import Precision
 
@@ -36,6 +37,18 @@ def open_toy(tmp_path: Path) -> Iterator[Callable[..., specrun.Engine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gpu]:
+    """A GPU with TensorRT-RTX, of which nothing is real, and on which nothing is done wrong."""
+    from fake_gpu import Gpu
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    installed = Gpu.installed(monkeypatch)
+    yield installed
+    if not installed.cuda.broken:
+        assert not installed.cuda.mistakes
 
 
 @pytest.fixture

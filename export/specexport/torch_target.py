@@ -3,7 +3,8 @@
 The loop and the drafters of :mod:`specrun` do not see the difference. Keys and values stand in the
 buffers of :class:`specrun.kv.KvBuffers`, which PyTorch and the engines of drafters share without a
 copy, where their layout is that of transformers' cache; otherwise in tensors of the model's own
-(multi-head latent attention, whose engines keep the compressed form, and models on a GPU).
+(multi-head latent attention, whose engines keep the compressed form, and models or buffers on a
+GPU), from where rows that drafters read are copied into the buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from specexport.models import last_hidden
 from specgraphs import families
-from specrun.contract import Part, past
+from specrun.contract import DType, Part, past
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.options import PREFILL_CHUNK
@@ -30,6 +31,7 @@ class TorchTarget(KvTarget):
     """transformers' causal language model on KV buffers, for one sequence.
 
     ``early_exit``: layers of the model that draft, see ``draft``; None: it does not.
+    ``read_by_drafters``: layers whose KV buffers some drafter reads.
     """
 
     all_hidden = True
@@ -42,6 +44,7 @@ class TorchTarget(KvTarget):
         *,
         prefill_chunk: int = PREFILL_CHUNK,
         early_exit: int | None = None,
+        read_by_drafters: frozenset[int] = frozenset(),
     ) -> None:
         self.kv = kv
         self.prefill_chunk = prefill_chunk
@@ -49,7 +52,7 @@ class TorchTarget(KvTarget):
         self._early_exit = early_exit
         self._cap = families.softcap(model.config)
         self._ahead = 0  # rows behind ``length`` that the first layers have, see ``draft``
-        self._rows = _CacheRows(kv, model.device)
+        self._rows = _CacheRows(kv, model.device, read_by_drafters)
         plan = families.kv_plan(model.config)
         layers = range(int(model.config.num_hidden_layers))
         self._cache = Cache(
@@ -149,10 +152,11 @@ class _Left(Exception):
 class _CacheRows:
     """Where the layers' keys and values stand: which rows are the past, and the tensors."""
 
-    def __init__(self, kv: KvBuffers, device: Any) -> None:
+    def __init__(self, kv: KvBuffers, device: Any, read_by_drafters: frozenset[int]) -> None:
         self.kv = kv
         self.start = 0
-        self._on_host = device.type == "cpu"
+        self._shares = device.type == "cpu" and bool(kv.arrays)
+        self._read_by_drafters = {past(layer, p) for layer in read_by_drafters for p in Part}
         self._tensors: dict[str, Any] = {}
         self._version = kv.version
 
@@ -168,7 +172,7 @@ class _CacheRows:
                 grown[:, :, : self.kv.length] = old[:, :, : self.kv.length]
                 self._tensors[name] = grown
             else:
-                self._tensors[name] = torch.from_numpy(self.kv.arrays[name])
+                self._tensors[name] = self._over(name)
 
     def write(self, name: str, rows: Any) -> Any:
         """Store ``rows`` ``[1, heads, n, size]``; returns all rows up to the last of them."""
@@ -177,22 +181,24 @@ class _CacheRows:
             self._tensors[name] = self._empty(rows) if shared is None else shared
         tensor, stop = self._tensors[name], self.start + rows.shape[2]
         tensor[:, :, self.start : stop] = rows
-        if not self._on_host and self._fits(name, rows):
-            self.kv.arrays[name][:, :, self.start : stop] = _host(rows)  # drafters read it there
+        if not self._shares and name in self._read_by_drafters and self._fits(name, rows):
+            self.kv.write_rows(name, self.start, _host(rows))
         return tensor[:, :, :stop]
 
     def _shared(self, name: str, rows: Any) -> Any:
         """The KV buffer as a tensor, where it is laid out as ``rows`` are; else None."""
-        if not self._on_host or not self._fits(name, rows):
-            return None
-        return torch.from_numpy(self.kv.arrays[name])
+        return self._over(name) if self._shares and self._fits(name, rows) else None
+
+    def _over(self, name: str) -> Any:
+        tensor = torch.from_numpy(self.kv.arrays[name])
+        return tensor.view(torch.bfloat16) if self.kv.dtype is DType.BFLOAT16 else tensor
 
     def _fits(self, name: str, rows: Any) -> bool:
-        array = self.kv.arrays.get(name)
-        if array is None:
+        buffer = self.kv.buffers.get(name)
+        if buffer is None:
             return False
-        same = array.shape[1] == rows.shape[1] and array.shape[3] == rows.shape[3]
-        return same and array.dtype.name == str(rows.dtype).removeprefix("torch.")
+        same = buffer.shape[1] == rows.shape[1] and buffer.shape[3] == rows.shape[3]
+        return same and self.kv.dtype.value == str(rows.dtype).removeprefix("torch.")
 
     def _empty(self, rows: Any) -> Any:
         batch, heads, _, size = rows.shape
@@ -241,5 +247,9 @@ def _rows(logits: Any, hidden: Any, want_logits: bool) -> Rows:
 
 
 def _host(tensor: Any) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.detach().cpu().numpy()
+    """As an array; bfloat16 as its bits."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.contiguous().view(torch.uint16)
+    array: NDArray[Any] = tensor.numpy()
     return array

@@ -14,10 +14,12 @@ from specexport import hub, presets
 from specexport.errors import ExportError, SourceError
 from specexport.fingerprint import fingerprint
 from specexport.sources import Source, resolve
-from specrun.contract import FRONT_ENGINE, MTP_DRAFTER_ENGINE, DType, KvLayer
+from specrun.contract import FRONT_ENGINE, MTP_DRAFTER_ENGINE, KvLayer
 from specrun.errors import DeviceError, EngineError, SpecrunError
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import Manifest
+from specrun.memory import HOST
+from specrun.runner import Memory
 from specrun.target import Verifier
 
 PRESET_TARGET = "/target"  # ends the id of a preset's target
@@ -42,17 +44,21 @@ class TorchModel:
         max_context: int,
         prefill_chunk: int,
         initial_capacity: int = INITIAL_CAPACITY,
+        memory: Memory = HOST,
     ) -> Verifier:
-        """A target with KV buffers of its own, or on those of an engine that it stands in for."""
+        """A target with KV buffers of its own, in ``memory``, or on those of an engine that it
+        stands in for."""
         from specexport.torch_target import TorchTarget
 
         spec = self.manifest.target_engine
+        read = _read_by_drafters(self.manifest)
         if kv is None:
             kv = KvBuffers(
-                _read_by_drafters(self.manifest),
+                read,
                 spec.kv_dtype,
                 max_context=max_context,
                 initial_capacity=initial_capacity,
+                memory=memory,
             )
         front = self.manifest.engines.get(FRONT_ENGINE)
         split = None if front is None else front.split
@@ -60,6 +66,7 @@ class TorchModel:
             self.model,
             kv,
             prefill_chunk=prefill_chunk,
+            read_by_drafters=frozenset(layer.layer for layer in read),
             early_exit=None if split is None else split.early_exit,
         )
 
@@ -89,8 +96,8 @@ def torch_model(manifest: Manifest, source: Source, *, device: str = "cpu") -> T
     """transformers' model of ``source``, as the target of a folder. Raises WeightsError."""
     import torch
 
-    half = manifest.target_engine.kv_dtype is DType.FLOAT16
-    model: Any = source.load_reference(torch.float16 if half else torch.float32)
+    dtype = getattr(torch, manifest.target_engine.kv_dtype.value)
+    model: Any = source.load_reference(dtype)
     return TorchModel(manifest, model.to(torch.device(device)), f"PyTorch ({device})")
 
 
@@ -100,8 +107,10 @@ def check_device(device: str) -> None:
         return
     import torch
 
-    if device != "cuda" or not torch.cuda.is_available():
-        has = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))]
+    if device not in devices:
+        has = ", ".join(devices)
         raise DeviceError(
             f"device: {device!r} is not available, this PyTorch has {has}", hint="use --device cpu"
         )

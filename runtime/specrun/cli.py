@@ -14,6 +14,7 @@ import click
 
 from specrun import __version__
 from specrun.cli_bench import bench
+from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import reports_errors
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
@@ -194,7 +195,8 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 @click.option("--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]")
 @click.option("--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all.")
 @click.option("--prefill-chunk", type=int, default=ENGINE.prefill_chunk, show_default=True)
-@click.option("--device", default=ENGINE.device, show_default=True, help="Where engines run.")
+@device_options
+@cuda_graph_option
 @click.option(
     "--integrity",
     type=click.Choice(get_args(Integrity)),
@@ -363,7 +365,7 @@ def _show(stream: TextStream, *, as_json: bool) -> bool:
 
 def _pick(cls: type[EngineOptions], given: dict[str, Any]) -> EngineOptions:
     names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**{name: given[name] for name in names})
+    return cls(**{name: given[name] for name in names if name in given})
 
 
 def _generate_options(given: dict[str, Any]) -> GenerateOptions:

@@ -14,6 +14,7 @@ import click
 from specrun.bench_report import CONTESTANTS, BenchOptions
 from specrun.bench_table import same, table
 from specrun.bench_workloads import WORKLOADS
+from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import INTERRUPTED, reports_errors
 from specrun.errors import SpecrunError
 from specrun.options import SCHEDULES, EngineOptions
@@ -82,7 +83,8 @@ DASHED = {"token_normalize_func": lambda name: name.replace("_", "-")}
 )
 @click.option("--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]")
 @click.option("--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all.")
-@click.option("--device", default=ENGINE.device, show_default=True)
+@device_options
+@cuda_graph_option
 @click.option("--exact", is_flag=True, help="Open the folder in exact mode; see specrun run.")
 @click.option(
     "--exact-width",
@@ -105,6 +107,9 @@ def bench(
     threads: int | None,
     max_context: int | None,
     device: str,
+    device_id: int,
+    provider_library: str | None,
+    cuda_graph: bool,
     exact: bool,
     exact_width: int,
     as_json: bool,
@@ -127,6 +132,9 @@ def bench(
         threads=threads,
         max_context=max_context,
         device=device,
+        device_id=device_id,
+        provider_library=provider_library,
+        cuda_graph=cuda_graph,
         exact=exact,
         exact_width=exact_width,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specrun.cli_device import device_options
 from specrun.cli_errors import reports_errors
 from specrun.options import EngineOptions
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--threads", type=int, default=None, help="[default: the CPUs we may use]")
 @click.option("--max-context", type=int, default=None, help="Most tokens in all.")
-@click.option("--device", default=EngineOptions().device, show_default=True)
+@device_options
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -34,6 +35,8 @@ def tune(
     threads: int | None,
     max_context: int | None,
     device: str,
+    device_id: int,
+    provider_library: str | None,
     out: Path | None,
     as_json: bool,
     quiet: bool,
@@ -49,7 +52,13 @@ def tune(
       specrun tune engines/ --threads 2 --json
       specrun tune /mnt/readonly/engines --out tuning.json
     """
-    options = EngineOptions(threads=threads, max_context=max_context, device=device)
+    options = EngineOptions(
+        threads=threads,
+        max_context=max_context,
+        device=device,
+        device_id=device_id,
+        provider_library=provider_library,
+    )
     from specrun.decode import encode
     from specrun.tune import tune as run
 

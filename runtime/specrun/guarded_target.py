@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.bits import all_finite
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.target import BetweenChunks, OnRows, Rows, Verifier
@@ -147,7 +148,7 @@ class GuardedTarget:
         looked_at = [rows.margin, rows.hidden]
         if not self._seen_logits and rows.logits is not None:
             looked_at.append(rows.logits)
-        if not all(np.isfinite(array).all() for array in looked_at):
+        if not all(all_finite(array) for array in looked_at):
             raise not_finite()
         self._seen_logits = True
 
@@ -206,7 +207,7 @@ class _Once:
         new = hidden[max(0, self._next - start) :]
         if not len(new):
             return
-        if not np.isfinite(new).all():
+        if not all_finite(new):
             raise not_finite()  # before a drafter keeps it
         at = max(start, self._next)
         self._next = at + len(new)

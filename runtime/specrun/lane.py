@@ -57,10 +57,12 @@ class Lane:
         resources = self.resources
         options, manifest = resources.options, resources.manifest
         lengths = {"max_context": max_context, "prefill_chunk": prefill_chunk}
+        # Recorded runs have the addresses of the KV buffers, which must not move.
+        initial = {"initial_capacity": max_context} if options.cuda_graph else {}
         by_engine = options.verify != "torch" and manifest.has_target_engine
         if by_engine and resources.failure is None:
             try:
-                engine = open_target(manifest, resources.session, **lengths)
+                engine = open_target(manifest, resources.session, **lengths, **initial)
             except EngineError as error:
                 if options.verify == "engine" or isinstance(error, DeviceError):
                     raise
@@ -69,7 +71,8 @@ class Lane:
                 stands_in = options.verify == "auto" and not options.exact
                 self.guarded = GuardedTarget(engine, resources.stand_in if stands_in else None)
                 return self.guarded
-        return resources.torch_model(resources.failure).target(None, **lengths)
+        model = resources.torch_model(resources.failure)
+        return model.target(None, **lengths, memory=resources.drafter_memory)
 
     def watch(self, *, strict: bool, on_warning: Callable[[str], None]) -> Verification:
         """For one generation: PyTorch may stand in for an engine that fails."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
+from specrun import devices
 from specrun.errors import UsageError
 
 Method = Literal[
@@ -43,7 +44,11 @@ class EngineOptions:
 
     ``threads``: of one engine run (None: the CPUs this process may use).
     ``max_context``: tokens, at most the manifest's (None: the manifest's).
-    ``device``: where engines run; a device that is not there is an error, never another device.
+    ``device``: where engines run (``cpu``, ``cuda``, ``plugin:NAME``, see
+    :mod:`specrun.devices`); one that is not there is an error, never another device.
+    ``device_id``: which of several. ``provider_library``: shared library of a provider that
+    ONNX Runtime does not bring. ``user_compute_stream``: address of the CUDA stream to run on.
+    ``cuda_graph``: runs of the target are recorded on the device and replayed, in exact mode only.
     ``integrity``: ``full`` hashes every file of the folder, ``quick`` only those below 64 MiB.
     ``verify``: what verifies: ``engine``; ``torch``, the checkpoint's transformers model; ``auto``,
     the engine, and PyTorch where there is none, it does not load or a run of it fails.
@@ -59,6 +64,10 @@ class EngineOptions:
     threads: int | None = None
     max_context: int | None = None
     device: str = "cpu"
+    device_id: int = 0
+    provider_library: str | None = None
+    user_compute_stream: int | None = None
+    cuda_graph: bool = False
     integrity: Integrity = "quick"
     verify: Verify = "auto"
     target: str | None = None
@@ -92,11 +101,29 @@ class EngineOptions:
                 hint="leave one of the two out",
             )
         self._check_exact()
+        self._check_device()
 
     @property
     def fixed_width(self) -> int | None:
         """Rows of every run of the target; None: as many as there are to compute."""
         return self.exact_width if self.exact else None
+
+    def _check_device(self) -> None:
+        if not isinstance(self.device, str):
+            raise UsageError(
+                f"device: must be the name of a device, got {self.device!r}",
+                hint=f"devices are {', '.join(devices.DEVICES)}",
+            )
+        _at_least("device_id", self.device_id, 0)
+        _at_least("user_compute_stream", self.user_compute_stream, 0)
+        _truth("cuda_graph", self.cuda_graph, optional=False)
+        library = self.provider_library
+        if library is not None and (not isinstance(library, str) or not library):
+            raise UsageError(
+                f"provider_library: must be the path of a shared library, got {library!r}",
+                hint="give the path, or leave it out",
+            )
+        devices.check(self)
 
     def _check_exact(self) -> None:
         _truth("exact", self.exact, optional=False)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 from numpy.typing import NDArray
 
-from specrun.contract import DType, TensorSpec
+from specrun.contract import DType, Part, TensorSpec, past
+from specrun.devices import Place
 from specrun.errors import DeviceError, EngineError
 from specrun.manifest import REEXPORT, EngineSpec
-from specrun.memory import HOST, HostBuffer
+from specrun.memory import HOST
+from specrun.ort_binding import Binder, Bound, DeviceBinder, HostBinder, read_on_host
+from specrun.ort_devices import check_device, create, memory_of
+from specrun.ort_memory import OrtDeviceMemory
 from specrun.runner import Buffer, Memory
 
-PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "coreml": "CoreMLExecutionProvider",
-    "dml": "DmlExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-}
 TYPES = {
     "tensor(float)": DType.FLOAT32,
     "tensor(float16)": DType.FLOAT16,
@@ -34,7 +32,7 @@ TYPES = {
 # A worker that waits for its next share spins this long before it sleeps: about as fast as spinning
 # all the time, and with another busy process on the same cores as fast as not spinning at all.
 SPIN_MICROSECONDS = 50
-BFLOAT16 = 16  # ONNX's number of the element type
+CPU = Place()
 
 
 def open_session(
@@ -42,7 +40,7 @@ def open_session(
     engine: EngineSpec,
     *,
     threads: int,
-    device: str = "cpu",
+    place: Place = CPU,
     mapped: bool = False,
     spin: bool = False,
 ) -> OrtSession:
@@ -54,9 +52,9 @@ def open_session(
     Raises EngineError: the device or the onnxruntime is not there, the file does not load, or
     its tensors are others than declared.
     """
-    provider = _provider(device)
+    check_device(place)
     _check_version(path.name, engine.requires.onnxruntime)
-    if engine.precision == "w8a8" and device == "cpu" and lacks_integer_products():
+    if engine.precision == "w8a8" and place.device == "cpu" and lacks_integer_products():
         raise EngineError(
             f"{path.name}: w8a8 needs 8-bit products of the processor that do not overflow"
             " (VNNI), this one has none",
@@ -67,27 +65,25 @@ def open_session(
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_cpu_mem_arena = False  # which keeps what it ever took
     try:
-        # Its fallback to other providers, which it would print, is none that we would take.
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=[provider], enable_fallback=0
-        )
+        session = create(path, options, place)
+    except DeviceError:
+        raise
     except Exception as error:
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
-    used = session.get_providers()[0]
-    if used != provider:
-        raise DeviceError(f"{path}: runs on {used} instead of {provider}", hint="use --device cpu")
     try:
         check_io(session, engine, path.name)
     except UnicodeDecodeError as error:  # in a name
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
-    return OrtSession(session, engine)
+    memory = memory_of(place)
+    opened = OrtSession(session, engine, memory, in_host_memory=place.device == "cpu")
+    if place.cuda_graph:
+        opened.record_runs()
+    return opened
 
 
 def session_of_bytes(model: bytes, *, threads: int) -> Any:
     """A session on the CPU of a model that is no engine, with the settings of engines."""
-    return onnxruntime.InferenceSession(
-        model, _session_options(threads, spin=False), providers=[PROVIDERS["cpu"]]
-    )
+    return create(model, _session_options(threads, spin=False), CPU)
 
 
 def _session_options(threads: int, *, spin: bool) -> Any:
@@ -117,18 +113,6 @@ def lacks_integer_products() -> bool:
     except OSError:
         return False
     return not re.search(r"\b(avx512_?vnni|avx_vnni|avxvnni|amx_int8)\b", flags)
-
-
-def _provider(device: str) -> str:
-    available = onnxruntime.get_available_providers()
-    provider = PROVIDERS.get(device)
-    if provider is not None and provider in available:
-        return provider
-    devices = [name for name, value in PROVIDERS.items() if value in available]
-    raise DeviceError(
-        f"device: {device!r} is not available, this onnxruntime has {', '.join(devices)}",
-        hint="use --device cpu, or install the onnxruntime package of that device",
-    )
 
 
 def _check_version(name: str, least: str) -> None:
@@ -178,15 +162,21 @@ def _check_tensor(node: Any, spec: TensorSpec, where: str) -> None:
 class OrtSession:
     """An engine that ONNX Runtime runs; see :class:`specrun.runner.Session`.
 
-    ``raw``: ONNX Runtime's own session.
+    ``raw``: ONNX Runtime's own session. ``in_host_memory``: its graph reads all inputs there.
+    Raises EngineError where the engine is on a device and its KV buffers cannot be.
     """
 
-    def __init__(self, raw: Any, spec: EngineSpec) -> None:
+    def __init__(
+        self, raw: Any, spec: EngineSpec, memory: Memory = HOST, *, in_host_memory: bool = True
+    ) -> None:
         self.raw = raw
         self.spec = spec
-        self.memory: Memory = HOST
+        self.memory = memory
         self.provider = str(raw.get_providers()[0])
-        self._dtypes = {tensor.name: tensor.dtype for tensor in (*spec.inputs, *spec.outputs)}
+        self._numbers: itertools.count[int] | None = None  # of recorded runs
+        names = [node.name for node in raw.get_inputs()]
+        self._on_host = frozenset(names) if in_host_memory else read_on_host(raw)
+        self._binder = self._make_binder(names)
 
     def prepare(
         self,
@@ -196,37 +186,58 @@ class OrtSession:
         present: Mapping[str, Buffer],
     ) -> PreparedRun:
         """See :class:`specrun.runner.Session`."""
-        run = PreparedRun(self.raw, self.spec.file, inputs, outputs)
-        bind_input, bind_output = run.binding.bind_ortvalue_input, run.binding.bind_ortvalue_output
+        bound, binder = Bound(self.raw.io_binding(), dict(outputs)), self._binder
         for name, array in inputs.items():
-            bind_input(name, value_over(array, self._dtypes[name]))
+            binder.input(bound, name, array)
         for name, array in outputs.items():
-            bind_output(name, value_over(array, self._dtypes[name]))
+            binder.output(bound, name, array)
         for name, buffer in past.items():
-            bind_input(name, self._value(buffer))
+            binder.past(bound, name, buffer)
         for name, buffer in present.items():
-            bind_output(name, self._value(buffer))
-        return run
+            binder.present(bound, name, buffer)
+        return PreparedRun(self.raw, self.spec.file, inputs, bound, self._recorded())
 
-    def _value(self, buffer: Buffer) -> Any:
-        assert isinstance(buffer, HostBuffer), "checked when the engine was given its KV buffers"
-        if buffer.handle is None:
-            buffer.handle = value_over(buffer.host, self.spec.kv_dtype)
-        return buffer.handle
+    def record_runs(self) -> None:
+        """Every prepared run is recorded as a CUDA graph and replayed. Raises EngineError."""
+        if self._on_host:
+            raise EngineError(
+                f"{self.spec.file}: runs cannot be recorded as a CUDA graph: input"
+                f" {min(self._on_host)!r} is read on the host",
+                hint="leave --cuda-graph out",
+            )
+        self._numbers = itertools.count(1)
+
+    def _make_binder(self, names: Sequence[str]) -> Binder:
+        dtypes = {tensor.name: tensor.dtype for tensor in (*self.spec.inputs, *self.spec.outputs)}
+        if not isinstance(self.memory, OrtDeviceMemory):
+            return HostBinder(dtypes, frozenset(names) - self._on_host)
+        on_device = self.memory.kind != "cpu"
+        on_host = self._on_host if on_device else frozenset()
+        for name in sorted(on_host.intersection(_kv_inputs(self.spec))):
+            raise EngineError(
+                f"{self.spec.file}: input {name!r} is read on the host, as {self.provider} does not"
+                " run the attention of this engine",
+                hint="export with --precision fp16, or use --device cpu",
+            )
+        return DeviceBinder(dtypes, self.memory, on_host)
+
+    def _recorded(self) -> Any:
+        """Options of a run that is recorded under a number of its own, None where none is."""
+        if self._numbers is None:
+            return None
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("gpu_graph_annotation_id", str(next(self._numbers)))
+        return options
 
 
-def value_over(array: NDArray[Any], dtype: DType) -> Any:
-    """An OrtValue over ``array``, which must outlive the runs that it is bound to."""
-    if dtype is DType.BFLOAT16:
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+def _kv_inputs(spec: EngineSpec) -> set[str]:
+    return {past(layer.layer, part) for layer in spec.kv for part in Part}
 
 
 class PreparedRun:
     """One run of an engine with all its buffers bound; ``inputs`` are refilled, then ``run()``.
 
-    ``outputs`` are overwritten by the next run. ``name`` is for messages. ``binding``: where
-    OrtSession binds them.
+    ``outputs`` are overwritten by the next run. ``name`` is for messages.
     """
 
     def __init__(
@@ -234,17 +245,23 @@ class PreparedRun:
         session: Any,
         name: str,
         inputs: Mapping[str, NDArray[Any]],
-        outputs: Mapping[str, NDArray[Any]],
+        bound: Bound,
+        options: Any = None,
     ) -> None:
         self.name = name
         self.inputs = dict(inputs)
-        self.outputs = dict(outputs)
-        self.binding = session.io_binding()
+        self.outputs = bound.outputs
         self._session = session
+        self._bound = bound
+        self._arguments = (bound.binding,) if options is None else (bound.binding, options)
 
     def run(self) -> None:
         """Run the engine. Raises EngineError."""
         try:
-            self._session.run_with_iobinding(self.binding)
+            for step in self._bound.before:
+                step()
+            self._session.run_with_iobinding(*self._arguments)
+            for step in self._bound.after:
+                step()
         except Exception as error:
             raise EngineError(f"{self.name}: a run failed: {error}") from error

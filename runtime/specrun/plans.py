@@ -100,44 +100,44 @@ class PlanSpec:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a plan is to run: what is installed, and the device."""
+class TrtDevice:
+    """Where a plan is to run: what is installed, and the GPU, by its ``name``."""
 
     flavour: Flavour
     version: str
     compute_capability: int
-    device_name: str
+    name: str
 
     def __str__(self) -> str:
         return f"{PRODUCTS[self.flavour]} {self.version} (SM {self.compute_capability})"
 
 
-def why_not(plan: PlanSpec, place: Place) -> str | None:
-    """Why ``plan`` does not run at ``place``; None where it does."""
-    if plan.flavour != place.flavour:
-        return f"is a plan of {PRODUCTS[plan.flavour]}, asked for is {PRODUCTS[place.flavour]}"
-    if plan.version != place.version:
+def why_not(plan: PlanSpec, device: TrtDevice) -> str | None:
+    """Why ``plan`` does not run on ``device``; None where it does."""
+    if plan.flavour != device.flavour:
+        return f"is a plan of {PRODUCTS[plan.flavour]}, asked for is {PRODUCTS[device.flavour]}"
+    if plan.version != device.version:
         return (
-            f"was built by {PRODUCTS[plan.flavour]} {plan.version}, {place.version} is installed,"
+            f"was built by {PRODUCTS[plan.flavour]} {plan.version}, {device.version} is installed,"
             " and a plan runs on the release that built it only"
         )
-    if plan.compute_capability != place.compute_capability:
+    if plan.compute_capability != device.compute_capability:
         return (
             f"was built for SM {plan.compute_capability},"
-            f" {place.device_name} is SM {place.compute_capability}"
+            f" {device.name} is SM {device.compute_capability}"
         )
     return None
 
 
-def pick(plans: Sequence[PlanSpec], place: Place, folder: Path, engine: str) -> PlanSpec:
-    """The plan of ``engine`` for ``place``. Raises EngineError with what is wrong with each."""
+def pick(plans: Sequence[PlanSpec], device: TrtDevice, folder: Path, engine: str) -> PlanSpec:
+    """The plan of ``engine`` for ``device``. Raises EngineError with what is wrong with each."""
     reasons = []
     for plan in plans:
-        reason = why_not(plan, place)
+        reason = why_not(plan, device)
         if reason is None:
             return plan
         reasons.append(f"{plan.file} {reason}")
-    refuse(engine, "; ".join(reasons) or "the folder has no plan of it", folder, place.flavour)
+    refuse(engine, "; ".join(reasons) or "the folder has no plan of it", folder, device.flavour)
 
 
 def refuse(name: str, reason: str, folder: Path, flavour: Flavour) -> NoReturn:
@@ -160,8 +160,8 @@ def fitting_profile(plan: PlanSpec, shapes: Mapping[str, Shape]) -> int:
             return number
     largest = plan.profiles[0]
     name = largest.misfits(shapes)[0]
-    limits_ = ", ".join(f"{p.name} {p.inputs[name]}" for p in plan.profiles if name in p.inputs)
+    ranges = ", ".join(f"{p.name} {p.inputs[name]}" for p in plan.profiles if name in p.inputs)
     raise EngineError(
-        f"{plan.file}: {name} has shape {list(shapes[name])}, the plan takes {limits_}",
+        f"{plan.file}: {name} has shape {list(shapes[name])}, the plan takes {ranges}",
         hint="use shorter blocks (prefill_chunk, num_assistant_tokens), or build larger profiles",
     )

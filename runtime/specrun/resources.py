@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrun import graph_file, ort
-from specrun.contract import TARGET_ENGINE
+from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE
+from specrun.devices import torch_device
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.manifest import Manifest
+from specrun.memory import HOST
 from specrun.options import EngineOptions
-from specrun.runner import Session
+from specrun.runner import Memory, Session
+from specrun.sessions import open_engine
 from specrun.target import Verifier
 from specrun.text import Tokenizer
 
@@ -55,19 +57,16 @@ class Resources:
     def session(self, name: str) -> Session:
         """The session of the engine called ``name``. Raises EngineError."""
         if name not in self._sessions:
-            spec = self.manifest.engines[name]
-            assert self.options.threads is not None, "resolved when the folder was opened"
-            path = self.folder / spec.file
-            graph_file.check(path, self.folder, self.manifest.sizes)
-            self._sessions[name] = ort.open_session(
-                path,
-                spec,
-                threads=self.options.threads,
-                device=self.options.device,
-                spin=self.options.spin,
-            )
+            self._sessions[name] = open_engine(self.folder, self.manifest, name, self.options)
             self._providers[name] = self._sessions[name].provider
         return self._sessions[name]
+
+    @property
+    def drafter_memory(self) -> Memory:
+        """Where drafters read the KV of a target that is no engine. Raises EngineError."""
+        if self.options.device == "cpu" or MTP_DRAFTER_ENGINE not in self.manifest.engines:
+            return HOST
+        return self.session(MTP_DRAFTER_ENGINE).memory
 
     def torch_model(self, failure: EngineError | None) -> TargetModel:
         """The target's PyTorch model, loaded at its first use.
@@ -96,7 +95,7 @@ class Resources:
 
             options = self.options
             self._model = load_model(
-                self.manifest, self.folder, options.target, device=options.device
+                self.manifest, self.folder, options.target, device=torch_device(options)
             )
             self.torch_name = self._model.name
         return self._model

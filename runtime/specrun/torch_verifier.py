@@ -14,6 +14,8 @@ from typing import Any, Protocol, cast
 from specrun.errors import EngineError
 from specrun.kv import KvBuffers
 from specrun.manifest import Manifest
+from specrun.memory import HOST
+from specrun.runner import Memory
 from specrun.target import Verifier
 
 MODULE = "specexport.verification"
@@ -28,8 +30,16 @@ class TargetModel(Protocol):
         """What it is and where it runs, for messages and statistics."""
         ...
 
-    def target(self, kv: KvBuffers | None, *, max_context: int, prefill_chunk: int) -> Verifier:
-        """A target with KV buffers of its own, or on those of the engine it stands in for."""
+    def target(
+        self,
+        kv: KvBuffers | None,
+        *,
+        max_context: int,
+        prefill_chunk: int,
+        memory: Memory = HOST,
+    ) -> Verifier:
+        """A target with KV buffers of its own, in ``memory``, or on those of the engine it stands
+        in for."""
         ...
 
 

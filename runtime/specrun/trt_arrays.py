@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun import bfloat16
 from specrun.contract import DType
 from specrun.trt_cuda import Memory, Stream
 
@@ -48,22 +47,22 @@ class Output:
             return self._copy[start : start + count].copy()
         if self._count.value != self._written_by:
             raise RuntimeError(f"{self.name}: its values were overwritten by a later run")
-        stored = np.empty(count, dtype=bfloat16.stored(self.dtype))
+        values = np.empty(count, dtype=self.dtype.numpy)
         self._stream.cuda.use()
-        source = self._memory.address + start * stored.itemsize
-        self._stream.to_host(stored.ctypes.data, source, stored.nbytes)
+        source = self._memory.address + start * values.itemsize
+        self._stream.to_host(values.ctypes.data, source, values.nbytes)
         self._stream.synchronize()
-        values = bfloat16.to_host(stored, self.dtype)
         if count < total:
             return values
         self._copy = values
         return values.copy()
 
 
-class DeviceArray:
+class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """Some rows of an output. ``np.asarray`` copies them; so does a single row, at once.
 
-    Integers and slices of the leading axes give another view, any other index a copy.
+    Integers and slices of the leading axes give another view, any other index, attribute or
+    operation that arrays have works on a copy.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DeviceArray:
         self._output, self._total = output, total
         self._start, self._strides = start, strides  # in values
         self.shape = shape
-        self.dtype = bfloat16.shown(output.dtype)
+        self.dtype = np.dtype(output.dtype.numpy)
 
     @property
     def ndim(self) -> int:
@@ -124,6 +123,15 @@ class DeviceArray:
             raise ValueError(f"{self._output.name}: is on the device, so only a copy can be had")
         values = self._copied()
         return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        arrays = (np.asarray(x) if isinstance(x, DeviceArray) else x for x in inputs)
+        return getattr(ufunc, method)(*arrays, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(np.asarray(self), name)
 
     def _copied(self) -> NDArray[Any]:
         """A copy of all values; one of the device's for as much as lies together."""

@@ -71,7 +71,7 @@ def _check_tensor(library: Any, engine: trt.ICudaEngine, tensor: TensorSpec, whe
 
 
 def _agrees(size: int, declared: Dim) -> bool:
-    """A plan may fix what is a choice in the contract, such as the capacity, but not the reverse."""
+    """A plan may fix what the contract leaves open, such as the capacity, not the reverse."""
     return size == declared or not isinstance(declared, int)
 
 

@@ -155,7 +155,8 @@ class Memory:
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """A view of pinned memory, valid for as long as this object."""
         count = int(np.prod(shape, dtype=np.int64))
-        raw = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(self.address + offset)
+        size = count * dtype.itemsize
+        raw: Any = (ctypes.c_uint8 * size).from_address(self.address + offset)
         return np.frombuffer(raw, dtype=dtype, count=count).reshape(shape)
 
 

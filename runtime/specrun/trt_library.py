@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specrun.errors import DeviceError, EngineError
-from specrun.plans import BACKENDS, PRODUCTS, Flavour, Place
+from specrun.plans import BACKENDS, PRODUCTS, Flavour, TrtDevice
 from specrun.trt_cuda import Cuda
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def load(flavour: Flavour) -> Any:
         ) from error
 
 
-def place(flavour: Flavour, library: Any, cuda: Cuda) -> Place:
+def trt_device(flavour: Flavour, library: Any, cuda: Cuda) -> TrtDevice:
     """What is installed, and the device. Nothing of TensorRT is made for it."""
-    return Place(flavour, str(library.__version__), cuda.compute_capability, cuda.name)
+    return TrtDevice(flavour, str(library.__version__), cuda.compute_capability, cuda.name)
 
 
 def logger(library: Any, messages: Messages) -> trt.ILogger:

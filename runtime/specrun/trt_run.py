@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun import bfloat16
-from specrun.contract import (
-    ARGMAX,
-    DRAFT_CANDIDATES,
-    DRAFT_LOGITS,
-    DRAFT_TOKENS,
-    MARGIN,
-    DType,
-    TensorSpec,
-)
+from specrun.contract import HIDDEN, LOGITS, DType, TensorSpec
 from specrun.errors import EngineError, UsageError
 from specrun.plans import Shape
 from specrun.trt_arrays import Output, RunCount
@@ -36,8 +27,8 @@ from specrun.trt_staging import Block, Layout, Shared, nbytes_of
 if TYPE_CHECKING:
     import tensorrt_rtx as trt
 
-# What the host looks at after every run; all else is copied when somebody looks at it.
-ALWAYS_COPIED = frozenset({ARGMAX, MARGIN, DRAFT_TOKENS, DRAFT_LOGITS, DRAFT_CANDIDATES})
+# Large, and seldom looked at whole: copied when somebody does. All else is copied by every run.
+LEFT_ON_DEVICE = frozenset({LOGITS, HIDDEN})
 
 
 @dataclass
@@ -95,11 +86,20 @@ class Tensors:
     @property
     def copied(self) -> list[str]:
         """Outputs that every run copies to the host."""
-        return [name for name in self.outputs if name in ALWAYS_COPIED]
+        return [name for name in self.outputs if name not in LEFT_ON_DEVICE]
 
 
 class TrtRun:
     """See :class:`specrun.runner.Run`. Outputs are valid until the next run of the session."""
+
+    # Set by every bind.
+    _in_block: Block
+    _out_block: Block
+    _memories: dict[str, Memory]
+    _staged: dict[str, NDArray[Any]]  # views of pinned memory
+    _results: dict[str, NDArray[Any]]
+    _graph: Graph | None
+    _ran: bool
 
     def __init__(
         self, machine: Machine, slot: Slot, tensors: Tensors, outputs: Sequence[TensorSpec]
@@ -123,10 +123,10 @@ class TrtRun:
         try:
             if machine.unfinished:
                 stream.synchronize()
-            if self._slot.bound is not self._mark or self._version != machine.shared.version:
+            if self._slot.bound is not self._mark:
                 self._bind()
             for name, view in self._staged.items():
-                np.copyto(view, bfloat16.to_stored(self.inputs[name], self._tensors.dtype(name)))
+                np.copyto(view, self.inputs[name])
             machine.unfinished = True
             machine.count.value += 1
             self._enqueue(context)
@@ -172,12 +172,12 @@ class TrtRun:
         """Shapes and addresses of all tensors. Raises EngineError."""
         context, shared = self._slot.open_context, self._machine.shared
         self._slot.bound = None  # until all is done
-        self._graph: Graph | None = None
+        self._graph = None
         self._ran = False
         self._set_shapes(context)
-        self._in_block: Block = shared.block("inputs", self._in.nbytes)
-        self._out_block: Block = shared.block("outputs", self._out.nbytes)
-        self._memories: dict[str, Memory] = {
+        self._in_block = shared.block("inputs", self._in.nbytes)
+        self._out_block = shared.block("outputs", self._out.nbytes)
+        self._memories = {
             name: shared.output(
                 name, nbytes_of(self._tensors.dtype(name), self._shape(context, name))
             )
@@ -186,7 +186,6 @@ class TrtRun:
         self._staged = self._in_block.views(self._in)
         self._results = self._out_block.views(self._out)
         self._set_addresses(context)
-        self._version = shared.version
         self._slot.bound = self._mark
 
     def _set_shapes(self, context: trt.IExecutionContext) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from specrun import bfloat16, plans, trt_library
+from specrun import plans, trt_library
 from specrun.errors import EngineError
 from specrun.manifest import EngineSpec
 from specrun.plans import PlanSpec, Shape
@@ -49,19 +49,26 @@ def open_plan(
     """
     library = trt_library.load(plan.flavour)
     cuda = Cuda(device)
-    place = trt_library.place(plan.flavour, library, cuda)
-    if (reason := plans.why_not(plan, place)) is not None:
-        plans.refuse(plan.file, reason, path.parent, place.flavour)
+    found = trt_library.trt_device(plan.flavour, library, cuda)
+    if (reason := plans.why_not(plan, found)) is not None:
+        plans.refuse(plan.file, reason, path.parent, found.flavour)
     opened = Opened(library, cuda, plan, path, graphs=graphs)
-    try:
-        check_io(library, opened.engine, spec, plan)
-        check_aliases(opened.engine, spec, plan)
-        check_profiles(opened.engine, plan)
-        opened.make_contexts()
-    except BaseException:
+    problem = _problem(opened, spec)
+    if problem is not None:
         opened.close()
-        raise
-    return TrtSession(opened, spec, str(place))
+        raise problem
+    return TrtSession(opened, spec, str(found))
+
+
+def _problem(opened: Opened, spec: EngineSpec) -> BaseException | None:
+    """What is wrong with a plan, without the frames of the checks: whoever keeps the error would
+    keep the engine, and its weights on the GPU."""
+    try:
+        opened.check(spec)
+        opened.make_contexts()
+    except BaseException as error:
+        return error.with_traceback(None)
+    return None
 
 
 class Opened:
@@ -79,6 +86,7 @@ class Opened:
         self._cache: KernelCache | None = None
         self._between_layers: Memory | None = None
         self._runtime: trt.Runtime | None = None
+        self._logger = trt_library.logger(library, self._messages)
         self._load(path)
         self.machine = Machine(
             plan.file,
@@ -87,6 +95,12 @@ class Opened:
             self._messages,
             captures=graphs and plan.flavour == "tensorrt",
         )
+
+    def check(self, spec: EngineSpec) -> None:
+        """Raise EngineError unless the plan is what the manifest says."""
+        check_io(self._library, self.engine, spec, self.plan)
+        check_aliases(self.engine, spec, self.plan)
+        check_profiles(self.engine, self.plan)
 
     def make_contexts(self) -> None:
         """One per profile, on the same memory. Raises EngineError."""
@@ -115,8 +129,8 @@ class Opened:
         if self._runtime is None:
             return
         stream = self.machine.stream
-        stream.cuda.use()
         with contextlib.suppress(EngineError):  # of a run that failed, which said so
+            stream.cuda.use()
             stream.synchronize()
         if self._cache is not None:
             self._cache.save()
@@ -129,8 +143,7 @@ class Opened:
 
     def _load(self, path: Path) -> None:
         name, messages, library = self.plan.file, self._messages, self._library
-        logger = trt_library.logger(library, messages)
-        runtime: trt.Runtime = messages.attempt(name, lambda: library.Runtime(logger))
+        runtime: trt.Runtime = messages.attempt(name, lambda: library.Runtime(self._logger))
         with _mapped(path) as blob:
             check_valid(library, runtime, blob, messages, name, self._hint)
             self.engine: trt.ICudaEngine = messages.attempt(
@@ -218,10 +231,10 @@ class TrtSession(Closing):
 
     def _check_arrays(self, tensors: Tensors) -> None:
         for name, array in tensors.inputs.items():
-            want = bfloat16.shown(tensors.dtype(name))
+            want = tensors.dtype(name).numpy
             if array.dtype != want:
                 raise EngineError(
-                    f"{self.plan.file}: {name!r} must be {want.name}, is {array.dtype.name}"
+                    f"{self.plan.file}: {name!r} must be {want}, is {array.dtype.name}"
                 )
         for output, source in self._aliases.items():
             if tensors.present[output].address != tensors.past[source].address:

@@ -1,8 +1,8 @@
 """Memory that all runs of a session share, as only one of them is at work at a time.
 
 Small inputs lie behind one another in pinned memory of the host and of the device, so that one copy
-takes all of them; so do the small outputs. Each large output has memory of its own. All grow to the
-largest that was asked for, which moves them.
+takes all of them; so do the small outputs. Each large output has memory of its own. All grow by
+doubling: a run that was bound before keeps the smaller memory, all of which is less than the last.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
-from specrun import bfloat16
 from specrun.contract import DType
 from specrun.trt_cuda import Cuda, Memory, Stream
 
@@ -43,7 +43,7 @@ class Layout:
 
 def nbytes_of(dtype: DType, shape: Shape) -> int:
     """Bytes of a tensor."""
-    return math.prod(shape) * bfloat16.stored(dtype).itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 class Block:
@@ -56,7 +56,7 @@ class Block:
     def views(self, layout: Layout) -> dict[str, NDArray[Any]]:
         """The tensors in the host's memory, as they are stored. Valid as long as this block."""
         return {
-            name: self._pinned.array(place.offset, place.shape, bfloat16.stored(place.dtype))
+            name: self._pinned.array(place.offset, place.shape, np.dtype(place.dtype.numpy))
             for name, place in layout.places.items()
         }
 
@@ -70,13 +70,9 @@ class Block:
 
 
 class Shared:
-    """The blocks of a session, and memory for its large outputs.
-
-    ``version`` counts moves: an address that was bound for another version may be another's now.
-    """
+    """The blocks of a session, and memory for its large outputs."""
 
     def __init__(self, cuda: Cuda, name: str) -> None:
-        self.version = 0
         self._cuda, self._name = cuda, name
         self._blocks: dict[str, Block] = {}
         self._outputs: dict[str, Memory] = {}
@@ -87,16 +83,14 @@ class Shared:
         if block is None or block.device.nbytes < nbytes:
             what = f"{self._name}: {kind}"
             block = self._blocks[kind] = Block(self._cuda, what, _grown(nbytes))
-            self.version += 1
         return block
 
     def output(self, name: str, nbytes: int) -> Memory:
-        """Memory of at least ``nbytes`` for an output. What it was before lives while it is used."""
+        """Memory of at least ``nbytes`` for an output."""
         memory = self._outputs.get(name)
         if memory is None or memory.nbytes < nbytes:
             what = f"{self._name}: {name}"
             memory = self._outputs[name] = self._cuda.malloc(_grown(nbytes), what)
-            self.version += 1
         return memory
 
     def close(self) -> None:
@@ -106,5 +100,5 @@ class Shared:
 
 
 def _grown(nbytes: int) -> int:
-    """The next power of two: so that it moves a few times only."""
+    """The next power of two, at least a page."""
     return 1 << max(12, (nbytes - 1).bit_length())
