@@ -30,7 +30,8 @@ __all__ = ["trt", "use"]
 
 def use(module: ModuleType) -> None:
     """Build with this module from here on; another one than before is refused."""
-    before = trt.__dict__.get("module")
+    chosen: Any = trt
+    before = vars(chosen).get("module")
     if before not in (None, module):
         raise RuntimeError(f"this process builds with {before.__name__} already")
-    vars(trt)["module"] = module
+    chosen.module = module

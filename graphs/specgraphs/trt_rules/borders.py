@@ -12,9 +12,12 @@ from specgraphs.trt_rules.view import FLOATS, View, Violation, dtype_name, sizes
 from specrun import contract
 
 DYNAMIC = {contract.BATCH, contract.ROWS, contract.WANTED}
-INT64, INT32, FLOAT = {TensorProto.INT64}, {TensorProto.INT32}, {TensorProto.FLOAT}
+Types = set[int]
+INT64: Types = {TensorProto.INT64}
+INT32: Types = {TensorProto.INT32}
+FLOAT: Types = {TensorProto.FLOAT}
 ACTIVATIONS = FLOATS - {TensorProto.DOUBLE}
-STATES = dict.fromkeys(
+STATES: dict[str, Types] = dict.fromkeys(
     (
         contract.HIDDEN,
         contract.NEXT_HIDDEN,
@@ -25,14 +28,14 @@ STATES = dict.fromkeys(
     ),
     ACTIVATIONS,
 )
-INPUTS = STATES | {
+INPUTS: dict[str, Types] = STATES | {
     contract.TOKENS: INT64,
     contract.TOKEN: INT64,
     contract.PAST_LENGTH: INT32,
     contract.WANTED_ROWS: INT64,
     contract.NOISE: FLOAT,
 }
-OUTPUTS = STATES | {
+OUTPUTS: dict[str, Types] = STATES | {
     contract.LOGITS: FLOAT,
     contract.ARGMAX: INT64,
     contract.MARGIN: FLOAT,
@@ -51,7 +54,7 @@ def borders(view: View) -> Iterator[Violation]:
         yield from _value(value, OUTPUTS, "present")
 
 
-def _value(value: onnx.ValueInfoProto, known: dict[str, set[int]], kv: str) -> Iterator[Violation]:
+def _value(value: onnx.ValueInfoProto, known: dict[str, Types], kv: str) -> Iterator[Violation]:
     name = value.name
     found = BUFFER.fullmatch(name)
     dtypes = ACTIVATIONS if found and found[1] == kv else known.get(name)

@@ -24,7 +24,8 @@ LARGEST_HALF = 65504.0
 LARGEST_INDEX = 2**31 - 1
 LARGEST_K = 3840
 CHUNK = 1 << 24  # elements of a weight that are looked at at once
-EXPONENT = {TensorProto.FLOAT16: 0x7C00, TensorProto.BFLOAT16: 0x7F80}  # all ones: inf or nan
+# All ones: infinite, or no number.
+EXPONENT: dict[int, int] = {TensorProto.FLOAT16: 0x7C00, TensorProto.BFLOAT16: 0x7F80}
 REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "ReduceLogSumExp")
 NORMS = ("RMSNormalization", "LayerNormalization")
 TYPES = {

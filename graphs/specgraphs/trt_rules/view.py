@@ -16,8 +16,13 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper, shape_
 Shape = tuple[int | str | None, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
 
-FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
-HALVES = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+FLOATS: set[int] = {
+    TensorProto.FLOAT,
+    TensorProto.FLOAT16,
+    TensorProto.BFLOAT16,
+    TensorProto.DOUBLE,
+}
+HALVES: set[int] = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
 SMALL = 1 << 16  # elements; a larger initializer is a weight, whose values no rule needs at once
 
 
