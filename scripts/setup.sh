@@ -10,6 +10,10 @@ python="$venv/bin/python"
 # An open range would take the newest build, with gigabytes for GPUs, over a CPU build that is there.
 torch="torch==2.13.0"
 extras="export,dev"
+# TensorRT for RTX builds without a GPU. It has no package for other machines than these.
+if [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
+  extras="$extras,tensorrt-rtx"
+fi
 
 say() {
   printf '==> %s\n' "$*" >&2

@@ -1,0 +1,1 @@
+"""TensorRT engines from ONNX files in the dialect of :mod:`specgraphs.static_rules`."""

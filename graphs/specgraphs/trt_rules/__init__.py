@@ -1,0 +1,1 @@
+"""The rules of :mod:`specgraphs.static_rules`, by subject."""
