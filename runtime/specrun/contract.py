@@ -129,7 +129,6 @@ FIRST_ROW = "first_row"  # int64 [1], first row whose logits and hidden state ar
 # Instead of first_row in the dialect of TensorRT, where no size depends on the value of an input.
 WANTED_ROWS = "wanted_rows"  # int64 [wanted], first_row .. rows - 1
 
-WANTED_ROWS = "wanted_rows"  # int64 [wanted], TensorRT: the rows whose logits are wanted
 
 # Outputs of the target.
 LOGITS = "logits"  # float32 [batch, wanted, vocabulary]

@@ -123,8 +123,10 @@ class _Attention:
                 )
         # Not an attribute: TensorRT would scale the keys too, for every reader of them apart, and
         # ends in a crash where two layers read the same ones.
-        scale = self.nodes.constant(self._number(self.node.attributes["scale"].as_float()))
-        heads = self.nodes.add("Mul", self._apart(query, self.heads), scale)
+        heads = self._apart(query, self.heads)
+        scale = self.node.attributes["scale"].as_float()
+        if scale != 1:
+            heads = self.nodes.add("Mul", heads, self.nodes.constant(self._number(scale)))
         build = self._fused if self.is_fused else self._written_out
         attended = build(heads, kept[0], kept[1], mask)
         out = self.nodes.add("Transpose", attended, perm=[0, 2, 1, 3])
