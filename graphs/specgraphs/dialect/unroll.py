@@ -51,6 +51,9 @@ class UnrollDrafts(InPlacePass):
         for index, scan in enumerate(loop.outputs[count:]):
             self._stack(graph, scan, [step[index] for step in stacked])
         graph.remove(loop, safe=True)
+        for node in body:  # else what it read would count as read
+            for index in range(len(node.inputs)):
+                node.replace_input_with(index, None)
 
     def _stack(self, graph: ir.Graph, scan: ir.Value, steps: list[ir.Value]) -> None:
         """``[batch, ...]`` of every step as ``[batch, drafts, ...]``, for what turned the scan."""
