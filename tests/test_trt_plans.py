@@ -444,8 +444,8 @@ def test_the_tests_of_tensorrt_are_not_skipped() -> None:
 
 
 def test_backends_have_flavours() -> None:
-    assert flavours.of_backend("tensorrt") == "tensorrt"
-    assert flavours.of_backend("tensorrt-rtx") == "tensorrt_rtx"
+    assert plans_of_runtime.of_backend("tensorrt") == "tensorrt"
+    assert plans_of_runtime.of_backend("tensorrt-rtx") == "tensorrt_rtx"
 
 
 def test_messages() -> None:

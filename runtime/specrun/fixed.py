@@ -56,6 +56,16 @@ class FixedSession:
         """What runs it."""
         return self.inner.provider
 
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a run."""
+        return self.inner.most_rows
+
+    @property
+    def most_wanted(self) -> int | None:
+        """Most of them whose logits can be had."""
+        return self.inner.most_wanted
+
     def prepare(
         self,
         inputs: Mapping[str, NDArray[Any]],
