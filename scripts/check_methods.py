@@ -26,7 +26,7 @@ from peers.workloads import CODE, HARBOUR
 
 import specrun
 from specexport import exporter
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 from specrun.options import Method
 

@@ -43,7 +43,8 @@ from specrun.accept import acceptance, residual
 from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE
 from specrun.drafters.base import Proposal
 from specrun.drafters.mtp import Draws, MtpDrafter
-from specrun.ort import OrtSession, open_session
+from specrun.ort import open_session
+from specrun.runner import Session
 from specrun.sampling import Distribution, Sampler
 from specrun.target import Target
 
@@ -144,7 +145,7 @@ class Pair:
         self.manifest = manifests.read(folder)
         engines = self.manifest.engines
 
-        def session(name: str) -> OrtSession:
+        def session(name: str) -> Session:
             return open_session(folder / engines[name].file, engines[name], threads=1)
 
         self.target = Target(

@@ -36,7 +36,7 @@ from small_vocabulary import NUM_DRAFT
 
 from specexport import exporter
 from specexport.datafile import DataFile
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 from specrun import manifest as manifests
 from specrun.errors import SpecrunError

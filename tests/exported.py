@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import specrun
 from specexport import exporter
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import Source, resolve_pair
 from specrun import manifest as manifests
 from specrun.contract import Role
@@ -71,7 +71,9 @@ class Exported:
     def session(self, name: str) -> OrtSession:
         """A session of one engine, checked against the manifest."""
         spec = self.manifest.engines[name]
-        return open_session(self.folder / spec.file, spec, threads=1)
+        session = open_session(self.folder / spec.file, spec, threads=1)
+        assert isinstance(session, OrtSession)
+        return session
 
     def open_target(self, **options: Any) -> Target:
         """The target engine alone, for what the API does not show: logits and hidden rows."""

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from specexport import exporter
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 
 SIZE = 8

@@ -22,7 +22,7 @@ from transformers.generation import candidate_generator as theirs
 
 import specrun
 from specexport import exporter
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve_pair
 from specrun.loop import Round
 

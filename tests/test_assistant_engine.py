@@ -20,7 +20,7 @@ from exported import NUM_DRAFT, Exported, Pair, pair_params, prompt_of, read, re
 from numpy.typing import NDArray
 
 from specexport import exporter
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve_pair
 from specrun import contract
 from specrun.contract import MTP_DRAFTER_ENGINE

@@ -52,7 +52,9 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def session(tmp_path: Path, toy: Toy, name: str = TARGET_ENGINE) -> OrtSession:
     folder = toys.write_folder(tmp_path / "toy", toy)
     spec = read(folder).engines[name]
-    return open_session(folder / spec.file, spec, threads=1)
+    opened = open_session(folder / spec.file, spec, threads=1)
+    assert isinstance(opened, OrtSession)
+    return opened
 
 
 def target(tmp_path: Path, toy: Toy, **options: Any) -> Target:

@@ -40,7 +40,8 @@ from specrun.drafters.none import NoDrafter
 from specrun.judge import Judge
 from specrun.loop import DraftPlan, Progress, Round, speculate
 from specrun.manifest import EngineSpec
-from specrun.ort import OrtSession, open_session
+from specrun.ort import open_session
+from specrun.runner import Session
 from specrun.sampling import Sampler
 from specrun.schedule import make_schedule
 from specrun.split import SplitTarget
@@ -114,7 +115,7 @@ class Folder:
         spec = causal_spec(TARGET_ENGINE, self.source, SETTINGS)
         return Target(self._session(spec), spec, max_context=CONTEXT)
 
-    def _session(self, spec: EngineSpec) -> OrtSession:
+    def _session(self, spec: EngineSpec) -> Session:
         return open_session(self.path / spec.file, spec, threads=1)
 
     @functools.cached_property

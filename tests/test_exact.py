@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from toys import Toy, write_folder
 
 import specrun
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specrun import tune
 from specrun.errors import ContextFull, EngineError, UsageError
 from specrun.exact import ExactTarget

@@ -35,7 +35,7 @@ from specexport import cli, datafile, engines, exporter, folder, models, streame
 from specexport import reference as references
 from specexport.datafile import DATA_FILE
 from specexport.errors import ExportError, ParityError, SourceError
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.parts import base as parts_base
 from specexport.parts.assistant import Assistant
 from specexport.sources import Source, resolve, resolve_pair

@@ -16,7 +16,7 @@ from exported import NUM_DRAFT, Exported, Pair
 
 from specexport import exporter
 from specexport.datafile import DATA_FILE, alignment
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 from specgraphs.packed_attention import SPARE_ROWS
 from specrun.contract import BATCH, CAPACITY, ROWS, TOKENS

@@ -19,8 +19,8 @@ from test_passes import Builder, Dims, value
 
 from specexport import calibration, encoders, engines, made, quantization
 from specexport.datafile import DATA_FILE, SMALL_ALIGNMENT, DataFile
-from specexport.exporter import ExportOptions
 from specexport.made import Sources
+from specexport.options import ExportOptions
 from specgraphs import apply_formats
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import BLOCK_SIZES, Formats, LinearFormat, of_precision

@@ -22,8 +22,8 @@ from exported import Exported, Pair, forward, pair_params, prompt_of
 from transformers import PreTrainedModel
 
 from specexport import exporter
-from specexport.exporter import ExportOptions
 from specexport.numbers import relative_error
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 from specrun.contract import TARGET_ENGINE
 from specrun.manifest import read

@@ -22,7 +22,7 @@ from test_mtp_layers import DEEPSEEK, made  # noqa: F401  a fixture
 from toys import Toy, toy_tokenizer
 
 import specrun
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specrun import Engine, EngineError, Session, UsageError
 from specrun.drafters.universal import UniversalDrafter
 from specrun.drafters.vocabulary import VocabularyPair

@@ -22,8 +22,9 @@ from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINE
 from specrun.drafters.base import Proposal
 from specrun.drafters.mtp import Draws, MtpDrafter
 from specrun.errors import EngineError
-from specrun.ort import OrtSession, open_session
+from specrun.ort import open_session
 from specrun.processors import Temperature
+from specrun.runner import Session
 from specrun.sampling import Sampler
 from specrun.target import Target
 
@@ -40,7 +41,7 @@ class Pair:
         toys.write_folder(folder, toy)
         engines = manifests.read(folder).engines
 
-        def session(name: str) -> OrtSession:
+        def session(name: str) -> Session:
             return open_session(folder / engines[name].file, engines[name], threads=1)
 
         self.target = Target(session(TARGET_ENGINE), engines[TARGET_ENGINE], max_context=64)

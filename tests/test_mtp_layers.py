@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 import specrun
 from specexport import exporter, mtp_weights
 from specexport.errors import SourceError, WeightsError
-from specexport.exporter import ExportOptions
 from specexport.models import STREAMED, WHOLE
 from specexport.numbers import relative_error
+from specexport.options import ExportOptions
 from specexport.parts import mtp_layers
 from specexport.parts.base import TargetRun
 from specexport.sources import resolve

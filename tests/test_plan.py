@@ -20,7 +20,7 @@ from specexport import exporter, plan_costs
 from specexport import plan as plans
 from specexport.cli import main
 from specexport.datafile import DATA_FILE
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.plan import ExportPlan
 from specexport.sources import Source, resolve
 from specgraphs.formats import LinearFormat

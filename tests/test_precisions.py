@@ -27,8 +27,8 @@ from specexport import encoders, exporter, parity, quality, texts
 from specexport.cli import main
 from specexport.datafile import DATA_FILE, LARGE_ALIGNMENT, LARGE_TENSOR, SMALL_ALIGNMENT
 from specexport.errors import ParityError
-from specexport.exporter import ExportOptions
 from specexport.numbers import relative_error
+from specexport.options import ExportOptions
 from specexport.sources import Source, resolve
 from specgraphs.formats import ACCURACY_LEVEL
 from specrun import manifest as manifests

@@ -34,8 +34,8 @@ from safetensors.torch import load_file, save_file
 
 from specexport import exporter, models, quantization, safetensors_files
 from specexport.errors import SourceError, WeightsError
-from specexport.exporter import ExportOptions
 from specexport.integers import BlockParts
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 from specexport.weights import MergedExperts, Weights
 from specrun import manifest as manifests

@@ -25,7 +25,7 @@ from small_vocabulary import FOLDERS, METHODS, PROMPT
 import specrun
 from specexport import exporter, hub, verification
 from specexport.errors import ExportError, SourceError
-from specexport.exporter import ExportOptions
+from specexport.options import ExportOptions
 from specexport.sources import resolve
 from specexport.torch_target import TorchTarget
 from specrun import manifest as manifests

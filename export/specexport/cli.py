@@ -64,9 +64,20 @@ def _terminate(number: int, _: object) -> None:
 @click.option(
     "--num-draft",
     type=int,
-    default=16,
+    help="Most tokens that the MTP drafter can draft in a round; TensorRT always drafts as many."
+    "  [default: 16; 4 for TensorRT]",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(cli_options.BACKENDS),
+    default="onnxruntime",
     show_default=True,
-    help="Most tokens that the MTP drafter can draft in a round.",
+    help="Whose dialect the graphs are written in.",
+)
+@click.option(
+    "--activations",
+    type=click.Choice(cli_options.ACTIVATIONS),
+    help="Beside int8 and int4 weights for TensorRT.  [default: the checkpoint's half precision]",
 )
 @click.option(
     "--memory",
@@ -93,7 +104,7 @@ def export(
     early_exit: int | None,
     mtp_layers: bool | None,
     max_context: int | None,
-    num_draft: int,
+    num_draft: int | None,
     revision: str | None,
     token: str | None,
     memory_gb: float,
@@ -101,7 +112,7 @@ def export(
     no_check: bool,
     quiet: bool,
     as_json: bool,
-    **precisions: Any,
+    **how: Any,
 ) -> None:
     """Export SOURCE, and whatever drafts for it, to the folder --out.
 
@@ -116,12 +127,12 @@ def export(
       specexport ./my-llama --out engines/ --precision w8a8
     """
     cli_options.check_installed()
-    from specexport.exporter import ExportOptions
     from specexport.exporter import export as run_export
+    from specexport.options import ExportOptions
     from specexport.progress import bars
 
     options = ExportOptions(
-        **precisions,
+        **how,
         max_context=max_context,
         num_draft=num_draft,
         early_exit=early_exit,

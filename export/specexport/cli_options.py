@@ -18,6 +18,8 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 NO_DRAFTER = "none"
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")  # as in specexport.options
+ACTIVATIONS = ("fp32", "fp16", "bf16")  # as in specgraphs.formats
 DEFAULT_BLOCK_SIZE = 32  # as in specgraphs.formats, which needs numpy
 DEFAULT_MEMORY_GB = 2.5  # as in specexport.exporter, which needs torch
 EXPORT_MODULES = (
@@ -70,7 +72,7 @@ def model_options(*, auto: bool) -> Callable[[Command], Command]:
             show_default=True,
             help="Of linear layers. int8, int4: blocks of weights with a scale each. w8a8: weights"
             " and activations in 8 bits, the fastest for several rows. fp16: also activations and"
-            f" KV.{measured}",
+            f" KV. bf16: the same, for TensorRT.{measured}",
         ),
         click.option(
             "--drafter-precision",

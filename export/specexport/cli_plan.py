@@ -48,7 +48,7 @@ def plan(
     """
     cli_options.check_installed()
     from specexport import plan as plans
-    from specexport.exporter import ExportOptions
+    from specexport.options import ExportOptions
     from specexport.plan_costs import costs
 
     target, drafting = cli_options.sources(

@@ -31,6 +31,14 @@ class ColumnParts(NamedTuple):
     scales: NDArray[np.float32]
 
 
+class SignedParts(NamedTuple):
+    """See :class:`specgraphs.recipes.Signed`; ``values`` uint8 ``[rows, bytes]``, ``scales``
+    float32 ``[rows, blocks]``."""
+
+    values: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+
+
 def blocks(
     weight: NDArray[Any],
     bits: int,
@@ -59,21 +67,93 @@ def blocks(
     )
 
 
+def signed(
+    weight: NDArray[Any],
+    bits: int,
+    size: int,
+    importance: NDArray[np.float32] | None = None,
+) -> SignedParts:
+    """Encode float ``weight`` ``[rows, columns]`` in blocks of ``size`` columns, symmetrically.
+
+    8 bits: rounded to nearest. 4 bits: of several ranges per block the one with the least squared
+    error, its scale refitted, as :func:`blocks` does; ``importance`` as there. The last block may
+    be a part of one.
+    """
+    step = max(1, PIECE_VALUES // weight.shape[1])
+    pieces = [weight[row : row + step] for row in range(0, max(1, len(weight)), step)]
+    encode = functools.partial(_signed, bits=bits, size=size, importance=importance)
+    parts = [encode(pieces[0])] if len(pieces) == 1 else list(_workers().map(encode, pieces))
+    return SignedParts(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+    )
+
+
+def _signed(
+    weight: NDArray[Any], bits: int, size: int, importance: NDArray[np.float32] | None
+) -> SignedParts:
+    columns = weight.shape[1]
+    blocked = _in_blocks(weight, size)
+    if bits == 8:
+        scale = blocked.abs().amax(-1, keepdim=True) / QMAX
+        q = _divided(blocked, scale).round_()
+    else:
+        scale, q = _search_signed(blocked, _weights_in_blocks(importance, columns, size))
+    values = q.to(torch.int8).view(len(weight), -1)[:, :columns].contiguous().numpy()
+    raw: NDArray[np.uint8] = values.view(np.uint8)
+    return SignedParts(pack(raw & np.uint8(0xF)) if bits == 4 else raw, _array(scale[..., 0]))
+
+
+def _in_blocks(weight: NDArray[Any], size: int) -> torch.Tensor:
+    """Float32 ``[rows, blocks, size]``, filled up with zeros."""
+    rows, columns = weight.shape
+    count = -(-columns // size)
+    whole = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
+    return _padded(whole, count * size).view(rows, count, size)
+
+
+def _weights_in_blocks(
+    importance: NDArray[np.float32] | None, columns: int, size: int
+) -> torch.Tensor | None:
+    if importance is None:
+        return None
+    count = -(-columns // size)
+    return _padded(torch.from_numpy(importance)[None], count * size).view(1, count, size)
+
+
+def _search_signed(
+    blocked: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale ``[rows, blocks, 1]`` and integers -8 .. 7 ``[rows, blocks, size]`` of least error."""
+    largest = blocked.abs().amax(-1, keepdim=True)
+    best: list[torch.Tensor] | None = None
+    for share in np.linspace(1.0, LEAST_RANGE, SHRINKS):
+        q = _divided(blocked, largest * (float(share) / 7)).round_().clamp_(-8, 7)
+        weighted = q if weights is None else q * weights
+        square = (weighted * q).sum(-1, keepdim=True)
+        fitted = (weighted * blocked).sum(-1, keepdim=True) / square
+        scale = torch.where(square > 0, fitted, largest * (float(share) / 7))
+        off = blocked - q * scale
+        error = (off * off if weights is None else off * off * weights).sum(-1, keepdim=True)
+        if best is None:
+            best = [error, scale, q]
+            continue
+        better = error < best[0]
+        for index, value in enumerate((error, scale, q)):
+            best[index] = torch.where(better, value, best[index])
+    assert best is not None
+    return best[1], best[2]
+
+
 def _blocks(
     weight: NDArray[Any], bits: int, size: int, importance: NDArray[np.float32] | None
 ) -> BlockParts:
-    rows, columns = weight.shape
-    count = -(-columns // size)
-    padded = _padded(torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32)), count * size)
-    blocked = padded.view(rows, count, size)
+    blocked = _in_blocks(weight, size)
     if bits == 8:
         scale = blocked.abs().amax(-1, keepdim=True) / QMAX
         q = _divided(blocked, scale).round_().add_(128)
         return BlockParts(q.to(torch.uint8).numpy(), _array(scale[..., 0]), None)
-    weights = None
-    if importance is not None:
-        mean = torch.from_numpy(importance)
-        weights = _padded(mean[None], count * size, 0.0).view(1, count, size)
+    weights = _weights_in_blocks(importance, weight.shape[1], size)
     scale, zero, q = _search(blocked, weights, (1 << bits) - 1)
     return BlockParts(
         pack(q.to(torch.uint8).numpy()), _array(scale), pack(zero.to(torch.uint8).numpy())

@@ -21,6 +21,13 @@ from specgraphs.engine_graph import EngineGraph
 from specrun.contract import DType, TensorSpec
 from specrun.manifest import REEXPORT
 
+_DTYPES = {
+    "FLOAT": DType.FLOAT32,
+    "FLOAT16": DType.FLOAT16,
+    "BFLOAT16": DType.BFLOAT16,
+    "INT64": DType.INT64,
+    "INT32": DType.INT32,
+}
 INLINE_BELOW = 1024  # bytes; smaller values stand in the graph file itself
 
 
@@ -163,8 +170,7 @@ def _spec(value: ir.Value, path: Path) -> TensorSpec:
     if value.shape is None or value.dtype is None:
         raise ExportError(f"{path.name}: {value.name} has no declared shape")
     dims = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
-    names = {"FLOAT": DType.FLOAT32, "FLOAT16": DType.FLOAT16, "INT64": DType.INT64}
-    dtype = {**names, "INT32": DType.INT32}.get(value.dtype.name)
+    dtype = _DTYPES.get(value.dtype.name)
     if dtype is None:
         raise ExportError(f"{path.name}: {value.name} has dtype {value.dtype.name}")
     return TensorSpec(value.name or "", dtype, dims)

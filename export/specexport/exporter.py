@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from specexport import (
     auto_precision,
@@ -26,120 +24,46 @@ from specexport.datafile import DATA_FILE, DataFile
 from specexport.errors import SourceError
 from specexport.fingerprint import fingerprint
 from specexport.made import Sources
+from specexport.options import AUTO, ExportOptions, memory_for_models
 from specexport.parts.base import DrafterPart, Settings, TargetPart, file_name
 from specexport.parts.record import manifest_source, manifest_tokenizer
 from specexport.quantization import Plan, Precisions
 from specexport.sources import Source
 from specexport.weights import Weights
-from specgraphs.formats import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, activations
+from specgraphs.formats import Activations
 from specrun import defaults as generation_defaults
 from specrun import manifest as manifests
-from specrun.contract import FRONT_ENGINE, TARGET_ENGINE
+from specrun.contract import FRONT_ENGINE, TARGET_ENGINE, DType
 from specrun.errors import UsageError
-from specrun.manifest import EngineSpec, Generation, Manifest, Precision
+from specrun.manifest import EngineSpec, Generation, Manifest
 from specrun.options import available_threads
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
-AUTO: Literal["auto"] = "auto"
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 MIN_CONTEXT = 24  # the graphs are traced with an example of this order
+FIXED_CONTEXT = 4096  # of buffers of a fixed size, which are allocated and attended to whole
+ACTIVATIONS_OF: dict[DType, Activations] = {
+    DType.FLOAT32: "fp32",
+    DType.FLOAT16: "fp16",
+    DType.BFLOAT16: "bf16",
+}
 BLOCK = 5  # rows of a block to compare, where no drafter says how many it verifies
-DEFAULT_MEMORY_GB = 2.5
-BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2, "int8": 1.125, "w8a8": 1.125, "int4": 0.75}
+BYTES_PER_WEIGHT = {
+    "fp32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "int8": 1.125,
+    "w8a8": 1.125,
+    "int4": 0.75,
+}
 IN_BLOCKS = ("int8", "int4")  # a run on mapped weights unpacks all of them
+NO_BF16 = (
+    "not compared with transformers: there is no bf16 in ONNX Runtime on a CPU;"
+    " --activations fp32 exports the same graph for it"
+)
 NOT_JUDGED = (
     "perplexity was not measured, as that would take more memory: --memory {:.1f} or more does it"
 )
-PROCESS_BYTES = 1 << 30  # of Python, torch, a trace and chunks of weights
-MODEL_MEMORY_SHARE = 0.5  # at most this much of the free memory for a model or the engines
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """How to export. ``max_context`` and lengths in tokens; None: as the checkpoint says.
-
-    ``precision``: of the weights of linear layers (auto: what is fastest here);
-    ``drafter_precision``: those of drafters (the same, and int8 with w8a8, as they step row by
-    row); ``head_precision``, ``embedding_precision``: of the output head and of tables (int8 with
-    int4, else the same). ``block_size``: columns that share a scale in int8 and int4.
-    ``num_draft``: most tokens that the MTP drafter can draft in a round. ``early_exit``: export
-    the target in parts, so that its first so many layers can draft. ``mtp_layers``: export the MTP
-    layers of the target's checkpoint (None: where it has any). ``skip_target``: export the drafters
-    only; PyTorch verifies, from the checkpoint. ``check``: compare the written
-    engines with transformers before the folder appears. ``memory_gb``: that the export may take,
-    10^9 bytes; models that do not fit are read layer by layer, engines run on mapped weights.
-    """
-
-    precision: Precision | Literal["auto"] = "fp32"
-    drafter_precision: Precision | None = None
-    head_precision: Precision | None = None
-    embedding_precision: Precision | None = None
-    block_size: int = DEFAULT_BLOCK_SIZE
-    max_context: int | None = None
-    num_draft: int = 16
-    early_exit: int | None = None
-    mtp_layers: bool | None = None
-    skip_target: bool = False
-    check: bool = True
-    memory_gb: float = DEFAULT_MEMORY_GB
-
-    @property
-    def model_memory(self) -> int:
-        """Bytes that transformers' model or the engines may take."""
-        return memory_for_models(self.memory_gb)
-
-    def __post_init__(self) -> None:
-        self._check_precisions()
-        if self.num_draft < 1:
-            raise UsageError(f"num_draft: must be at least 1, got {self.num_draft}")
-        if self.max_context is not None and self.max_context < 2:
-            raise UsageError(f"max_context: must be at least 2, got {self.max_context}")
-        if not PROCESS_BYTES < self.memory_gb * 1e9 < math.inf:
-            raise UsageError(
-                f"memory_gb: must be more than {PROCESS_BYTES / 1e9:.2f} and finite,"
-                f" got {self.memory_gb:g}",
-                hint=f"{DEFAULT_MEMORY_GB:g} is the default",
-            )
-        if self.early_exit is not None and self.early_exit < 1:
-            raise UsageError(
-                f"early_exit: must be at least 1, got {self.early_exit}",
-                hint="give the number of first layers that draft",
-            )
-        if self.skip_target and self.early_exit is not None:
-            raise UsageError(
-                f"early_exit: drafts with the target's own layers, which are skipped,"
-                f" got {self.early_exit}",
-                hint="leave --early-exit or --skip out",
-            )
-        if self.skip_target and self.precision == AUTO:
-            raise UsageError(
-                "precision: auto measures the target, which is skipped",
-                hint="give the precision of the drafters",
-            )
-
-    def _check_precisions(self) -> None:
-        for name in ("precision", "drafter_precision", "head_precision", "embedding_precision"):
-            value = getattr(self, name)
-            allowed = (*PRECISIONS, AUTO) if name == "precision" else (*PRECISIONS, None)
-            if value not in allowed:
-                listed = ", ".join(choice for choice in allowed if choice is not None)
-                raise UsageError(
-                    f"{name}: must be one of {listed}, got {value!r}",
-                    hint=f"choose one of {listed}",
-                )
-            if value is not None and (value == "fp16") != (self.precision == "fp16"):
-                raise UsageError(
-                    f"{name}: {value} does not go with precision {self.precision}: activations are"
-                    " fp16 with fp16, and fp32 with all others",
-                    hint=f"leave {name} out, or give fp16 for both",
-                )
-        if self.block_size not in BLOCK_SIZES:
-            raise UsageError(
-                f"block_size: must be one of {', '.join(map(str, BLOCK_SIZES))},"
-                f" got {self.block_size}",
-                hint=f"{DEFAULT_BLOCK_SIZE} is the default",
-            )
 
 
 Drafters = Source | Sequence[Source] | None
@@ -161,29 +85,30 @@ def export(
     options = options or ExportOptions()
     report = progress or _silent
     precisions, notes = _precisions(target, options, report)
-    settings = Settings(
-        precisions.target, precisions.drafter, context_limit(target, options), options.num_draft
-    )
+    settings = _settings(target, options, precisions)
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     fits = _expected_bytes(target, precisions) <= options.model_memory
     for part in (chosen, *drafting):
         part.check()
     _check_generation(target)
     folder.check_target(out)
+    compares = options.check and settings.dtype != "bf16"
+    if options.check and not compares:
+        notes += (NO_BF16,)
     seen = None
-    if options.check:
+    if compares:
         report("reference", 0, 1)
         seen = reference.compute(
             target,
             drafting,
             max_context=settings.max_context,
-            block=options.num_draft + 1 if drafting else BLOCK,
+            block=options.drafts + 1 if drafting else BLOCK,
             memory=options.model_memory,
             precision=settings.dtype,
             few=not fits and precisions.target in IN_BLOCKS,
         )
         report("reference", 1, 1)
-    judge = options.check and precisions.of_target != {"fp32"} and not options.skip_target
+    judge = compares and precisions.of_target != {"fp32"} and not options.skip_target
     if judge and not fits:
         notes += (NOT_JUDGED.format(_expected_bytes(target, precisions) / 1e9 + 1.5),)
     if options.skip_target:  # what drafters have of its weights is not calibrated
@@ -235,6 +160,24 @@ def _precisions(
     return made, notes
 
 
+def _settings(target: Source, options: ExportOptions, precisions: Precisions) -> Settings:
+    return Settings(
+        precisions.target,
+        precisions.drafter,
+        context_limit(target, options),
+        options.drafts,
+        options.activations or _activations(target, options),
+        options.is_tensorrt,
+    )
+
+
+def _activations(target: Source, options: ExportOptions) -> Activations | None:
+    """Beside integers TensorRT computes in half precision, that of the checkpoint."""
+    if not options.is_tensorrt or options.precision not in ("int8", "int4"):
+        return None
+    return "bf16" if "bfloat16" in str(target.config.dtype) else "fp16"
+
+
 def _expected_bytes(target: Source, precisions: Precisions) -> int:
     """About how many bytes the target's weights will take."""
     return int(target.weights.total_nbytes / 4 * BYTES_PER_WEIGHT[precisions.target])
@@ -272,7 +215,7 @@ def recheck(
         max_context=made.generation.max_context,
         block=most + 1 if most else BLOCK,
         memory=memory_for_models(),
-        precision=activations(made.target_engine.precision),
+        precision=ACTIVATIONS_OF[made.target_engine.kv_dtype],
         few=mapped and made.target_engine.precision in IN_BLOCKS,
     )
     return _compare(out, made, target, drafting, seen, report, mapped=mapped)
@@ -325,7 +268,7 @@ def _check_same(made: Manifest, target: Source) -> None:
 def context_limit(target: Source, options: ExportOptions) -> int:
     """Most tokens that the engines will take. Raises UsageError where they cannot be so many."""
     limit = int(target.config.max_position_embeddings)
-    wanted = options.max_context or limit
+    wanted = options.max_context or (min(limit, FIXED_CONTEXT) if options.is_tensorrt else limit)
     if wanted > limit:
         raise UsageError(
             f"max_context: {target.id} has {limit} positions, got {wanted}",
@@ -336,9 +279,9 @@ def context_limit(target: Source, options: ExportOptions) -> int:
             f"max_context: must be at least {MIN_CONTEXT}, got {wanted}",
             hint="smaller contexts cannot be compared with transformers",
         )
-    if options.num_draft + 2 > wanted:
+    if options.drafts + 2 > wanted:
         raise UsageError(
-            f"num_draft: {options.num_draft} drafts do not fit into a context of {wanted}",
+            f"num_draft: {options.drafts} drafts do not fit into a context of {wanted}",
             hint=f"give at most {wanted - 2}, or a larger --max-context",
         )
     return wanted
@@ -356,11 +299,16 @@ def _write(
     from specgraphs import experts
 
     graphs = _trace(target, chosen, drafting, settings, report)
+    specs = chosen.specs(settings)
+    of_target = dict(specs)
+    for part in drafting:
+        specs |= part.specs(settings)
     weights: dict[str, Weights] = {"target": target.weights}
     for part in drafting:
         weights |= part.weights
     sources = Sources(weights, plan.importance)
-    stored = quantization.apply(graphs, plan, sources, settings)
+    fixed = {name: spec.fixed for name, spec in specs.items()}
+    stored = quantization.apply(graphs, plan, sources, settings, fixed)
     # First, so that the space it takes is seen below.
     tokenizer = target.write_tokenizer(partial)
     for part in drafting:
@@ -379,10 +327,7 @@ def _write(
             engines.write_engine(graph, partial / file_name(name), data, sources)
     files = folder.listing(partial)
     sha256 = {entry.path: entry.sha256 for entry in files}
-    specs = chosen.specs(settings)
-    bound_to = _bound_to(target, specs, sha256)
-    for part in drafting:
-        specs |= part.specs(settings)
+    bound_to = _bound_to(target, of_target, sha256)
     specs = {
         name: replace(
             spec,
@@ -509,19 +454,3 @@ def _token_id(value: object, vocab: int) -> int | None:
 def _versions() -> dict[str, str]:
     names = ("specrun", "torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
     return {name: importlib.metadata.version(name) for name in names}
-
-
-def memory_for_models(memory_gb: float = DEFAULT_MEMORY_GB) -> int:
-    """Bytes that a comparison may take, and no more than can be had without swapping."""
-    free = int(_available_memory() * MODEL_MEMORY_SHARE)
-    return min(int(memory_gb * 1e9) - PROCESS_BYTES, free)
-
-
-def _available_memory() -> int:
-    """Bytes that can be allocated; file caches give way, so what they hold counts too."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        found = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(encoding="ascii"), re.M)
-        if found is not None:
-            return int(found[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

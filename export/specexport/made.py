@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from specexport import encoders
 from specexport.datafile import CHUNK_BYTES, DataFile, Range
+from specexport.encoders import SignedParts
 from specexport.errors import WeightsError
 from specexport.integers import BlockForm, BlockParts
 from specexport.weights import Weights
-from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
+from specgraphs.recipes import Blocks, Columns, Made, Recipe, Signed, Stacked, WeightRef
 
 Importance = Mapping[WeightRef, NDArray[np.float32]]
 
@@ -60,6 +61,12 @@ class Sources:
         for chunk in self.rows(ref):
             yield encoders.blocks(chunk, bits, size, importance)
 
+    def signed(self, ref: WeightRef, bits: int, size: int) -> Iterator[SignedParts]:
+        """The tensor in symmetric blocks of signed integers."""
+        importance = self.importance.get(replace(self.canonical(ref), index=None))
+        for chunk in self.rows(ref):
+            yield encoders.signed(chunk, bits, size, importance)
+
 
 def _check_finite(ref: WeightRef, array: NDArray[Any]) -> None:
     # One pass: a sum is finite only where all of it is, for values of the size that weights have.
@@ -82,6 +89,8 @@ def key(made: Made, sources: Sources) -> tuple[str, str]:
     detail = ""
     if isinstance(recipe, Blocks):
         detail = f"{recipe.bits}/{recipe.size}"
+    elif isinstance(recipe, Signed):
+        detail = f"{recipe.bits}/{recipe.size}/{recipe.scale}"
     elif isinstance(recipe, Columns):
         detail = f"/{recipe.rotation}"
     return (f"{type(recipe).__name__}{detail}.{made.part}", names)
@@ -96,6 +105,8 @@ def write(made: Made, dtype: np.dtype[Any], data: DataFile, sources: Sources) ->
             _write_stacked(recipe, wanted[:2], dtype, data, sources)
         elif isinstance(recipe, Blocks):
             _write_blocks(recipe, data, sources)
+        elif isinstance(recipe, Signed):
+            _write_signed(recipe, data, sources)
         else:
             _write_columns(recipe, data, sources)
     return data.ranges[wanted]
@@ -131,6 +142,27 @@ def _write_blocks(recipe: Blocks, data: DataFile, sources: Sources) -> None:
             for part, (_, width) in parts.items():
                 data.fill(places[part], row * width, getattr(encoded, part))
             row += len(encoded.scales)
+
+
+def _write_signed(recipe: Signed, data: DataFile, sources: Sources) -> None:
+    rows, columns = _matrix(recipe, sources)
+    scale = _dtype(recipe.scale)
+    kind = f"int{recipe.bits}"
+    widths = (columns * recipe.bits // 8, -(-columns // recipe.size) * scale.itemsize)
+    values = data.reserve((*key(Made(recipe), sources), kind), rows * widths[0])
+    scales = data.reserve((*key(Made(recipe, "scales"), sources), scale.name), rows * widths[1])
+    row = 0
+    for ref in recipe.sources:
+        for encoded in sources.signed(ref, recipe.bits, recipe.size):
+            data.fill(values, row * widths[0], encoded.values)
+            data.fill(scales, row * widths[1], encoded.scales.astype(scale).view(np.uint8))
+            row += len(encoded.scales)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    import ml_dtypes  # numpy has no bfloat16 of its own
+
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def _write_columns(recipe: Columns, data: DataFile, sources: Sources) -> None:

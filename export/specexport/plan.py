@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from specexport import quantization
 from specexport.calibration import EIGHT_BITS_BUDGET
 from specexport.datafile import LARGE_ALIGNMENT, LARGE_TENSOR, SMALL_ALIGNMENT
-from specexport.exporter import ExportOptions, context_limit
+from specexport.exporter import context_limit
+from specexport.options import ExportOptions
 from specexport.parts.base import Settings
 from specexport.plan_engines import Builder, EnginePlan, KvUse
 from specexport.plan_tensors import Stored
@@ -87,7 +88,7 @@ def make(
         block_size=options.block_size,
     )
     limit = context_limit(target, options)
-    settings = Settings(precisions.target, precisions.drafter, limit, options.num_draft)
+    settings = Settings(precisions.target, precisions.drafter, limit, options.drafts)
     builder = Builder(target, settings, quantization.formats(target, precisions, chosen or {}))
     engines = list(builder.target_engines(options.early_exit))
     for source in drafters:

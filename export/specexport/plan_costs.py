@@ -18,7 +18,7 @@ import numpy as np
 
 from specexport import encoders, folder, naming
 from specexport.datafile import CHUNK_BYTES
-from specexport.exporter import memory_for_models
+from specexport.options import memory_for_models
 from specexport.plan import ExportPlan
 from specexport.streamed import LINEAR_BYTES
 from specrun.kv import INITIAL_CAPACITY

@@ -24,7 +24,7 @@ from specgraphs.formats import (
     LinearFormat,
 )
 from specgraphs.recipes import Blocks, Stacked, WeightRef
-from specrun.contract import TARGET_ENGINES
+from specrun.contract import TARGET_ENGINES, FixedSizes
 from specrun.manifest import Precision, WeightFormats
 
 if TYPE_CHECKING:
@@ -215,10 +215,17 @@ def _in_rows(names: tuple[str, ...], precisions: Precisions) -> bool:
 
 
 def apply(
-    graphs: Mapping[str, EngineGraph], made: Plan, sources: Sources, settings: Settings
+    graphs: Mapping[str, EngineGraph],
+    made: Plan,
+    sources: Sources,
+    settings: Settings,
+    fixed: Mapping[str, FixedSizes | None],
 ) -> dict[str, WeightFormats | None]:
-    """Put every graph's weights into their formats; what the manifest says of each engine."""
-    from specgraphs import apply_formats, experts, packed_attention
+    """Put every graph's weights into their formats, and the graph into its dialect.
+
+    ``fixed``: by engine. Returns what the manifest says of the weights of each engine.
+    """
+    from specgraphs import apply_formats, dialect, experts, packed_attention
 
     by_origin = {
         origin: made.target
@@ -227,13 +234,17 @@ def apply(
         for origin, weights in sources.weights.items()
     }
     for graph in graphs.values():
-        experts.expand(graph, by_origin)
+        experts.expand(graph, by_origin, everywhere=settings.tensorrt)
     # An engine may know a tied table under the head's name and another under the embedding's.
     heads = apply_formats.heads(graphs.values(), by_origin)
     heads |= {sources.canonical(ref): chosen for ref, chosen in heads.items()}
-    for graph in graphs.values():
+    for name, graph in graphs.items():
         apply_formats.apply(graph, by_origin, heads)
-        packed_attention.apply(graph, settings.max_context)
+        sizes = fixed[name]
+        if sizes is None:
+            packed_attention.apply(graph, settings.max_context)
+        else:
+            dialect.apply(graph, capacity=sizes.capacity, drafts=sizes.drafts)
     return {name: _described(name, graph, made) for name, graph in graphs.items()}
 
 

@@ -59,6 +59,7 @@ class TorchModel:
                 max_context=max_context,
                 initial_capacity=initial_capacity,
                 memory=memory,
+                fixed=spec.fixed,
             )
         front = self.manifest.engines.get(FRONT_ENGINE)
         split = None if front is None else front.split

@@ -54,9 +54,15 @@ def bind(model: ir.Model, modules: tuple[Module, ...]) -> EngineGraph:
         if tensor in module.parameters:
             weights[final] = WeightRef(module.origin, tensor)
         else:
-            constants[final] = module.buffers[tensor].detach().numpy()
+            constants[final] = _array(module.buffers[tensor])
     model.ir_version = ops.IR_VERSION
     return EngineGraph(model, weights, constants)
+
+
+def _array(buffer: torch.Tensor) -> np.ndarray:
+    """As NumPy has it; bfloat16 as float32, which holds every value."""
+    wide = buffer.float() if buffer.dtype == torch.bfloat16 else buffer
+    return wide.detach().numpy()
 
 
 def _owner(name: str, modules: tuple[Module, ...]) -> Module:

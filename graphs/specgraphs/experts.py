@@ -81,14 +81,16 @@ def activation(module: Any) -> str:
     return str(name)
 
 
-def expand(graph: EngineGraph, formats: Mapping[str, Formats]) -> None:
+def expand(graph: EngineGraph, formats: Mapping[str, Formats], *, everywhere: bool = False) -> None:
     """Replace the routed experts of a bound ``graph``, in place; ``formats``: by origin.
 
+    ``everywhere``: every expert computes every row, and those that a row is not routed to count
+    nothing: for TensorRT, which cannot choose rows at run time.
     Ensures: an expert's matrices are initializers ``NAME.INDEX``, read by one FusedMatMul each.
     """
     found = [n for n in graph.model.graph.all_nodes() if n.op_type == ops.ROUTED_EXPERTS]
     for node in found:
-        _Expansion(node, graph, formats).apply()
+        _Expansion(node, graph, formats).apply(everywhere)
     if found:
         graph.model.opset_imports["com.microsoft"] = 1
         graph.model.opset_imports.pop(ops.OWN_DOMAIN, None)
@@ -123,14 +125,12 @@ class _Expansion:
         self.hidden = int(gate_up.shape[2])  # type: ignore[arg-type]
         refs = [graph.weights[value.name or ""] for value in self.matrices]
         self.in_floats = any(formats[r.origin].linear(r.name).kind == "float" for r in refs)
-        if self.in_floats:
-            graph.model.graph.meta[IN_FLOATS] = EXACT_ROWS
         self.nodes = Nodes(node.name or node.outputs[0].name or "experts")
 
-    def apply(self) -> None:
+    def apply(self, everywhere: bool) -> None:
         owner = self.node.graph
         assert isinstance(owner, ir.Graph)
-        out = self._combined()
+        out = self._everywhere() if everywhere else self._combined()
         owner.insert_before(self.node, self.nodes.nodes)
         old = self.node.outputs[0]
         out.shape, out.type, out.name = old.shape, old.type, old.name
@@ -142,8 +142,32 @@ class _Expansion:
                 del self.engine.model.graph.initializers[value.name or ""]
                 del self.engine.weights[value.name or ""]
 
+    def _everywhere(self) -> ir.Value:
+        """``out``, from the results of all experts for all rows."""
+        numbers = self._constant(np.arange(self.count, dtype=np.int64))
+        routed = self.nodes.add(
+            "Equal", self.nodes.add("Unsqueeze", self.index, self._ints(-1)), numbers
+        )
+        shares = self.nodes.add("Cast", self.shares, to=ir.DataType.FLOAT)
+        each = self.nodes.add(
+            "Mul",
+            self.nodes.add("Cast", routed, to=ir.DataType.FLOAT),
+            self.nodes.add("Unsqueeze", shares, self._ints(-1)),
+        )
+        total = self.nodes.add("ReduceSum", each, self._ints(1), keepdims=0)  # [n, count]
+        parts = self.nodes.add_many("Split", self.count, total, axis=1, num_outputs=self.count)
+        scaled = []
+        for number, share in enumerate(parts):
+            out = self.nodes.add(
+                "Cast", self._computed(self.nodes, self.x, number), to=ir.DataType.FLOAT
+            )
+            scaled.append(self.nodes.add("Mul", out, share))
+        return self.nodes.add("Cast", self.nodes.add("Sum", *scaled), to=self.dtype)
+
     def _combined(self) -> ir.Value:
         """``out``, from the results of all experts one below the other."""
+        if self.in_floats:
+            self.engine.model.graph.meta[IN_FLOATS] = EXACT_ROWS
         used = self._by_expert()  # int64 [count, n]
         needed = self.nodes.add("ReduceMax", used, self._ints(1), keepdims=0)
         numbers = self.nodes.add("ReduceSum", used, self._ints(1), keepdims=0)
@@ -200,23 +224,28 @@ class _Expansion:
         then = Nodes(f"{name}.then")
         x = then.add("Gather", self.x, rows, axis=0)
         self._typed(x, self.hidden)
-        both = then.add(*self._product(x, 0, number), transB=1, domain="com.microsoft")
-        self._typed(both, 2 * self.width)
-        gate, up = then.add_many("Split", 2, both, axis=-1, num_outputs=2)
-        op, domain, attributes = ACTIVATIONS[self.node.attributes["activation"].as_string()]
-        gate = then.add(op, gate, domain=domain, **attributes)
-        inner = then.add("Mul", gate, up)
-        self._typed(inner, self.width)
-        out = then.add(*self._product(inner, 1, number), transB=1, domain="com.microsoft")
+        out = self._computed(then, x, number)
         idle = Nodes(f"{name}.idle")
         none = idle.add("Identity", nothing)
-        for value in (out, none):
-            self._typed(value, self.hidden)
+        self._typed(none, self.hidden)
         branch = then.branch(out)
         branch.meta[SHARE] = share
         chosen = self.nodes.add("If", run, then_branch=branch, else_branch=idle.branch(none))
         self._typed(chosen, self.hidden)
         return chosen
+
+    def _computed(self, nodes: Nodes, x: ir.Value, number: int) -> ir.Value:
+        """Results ``[m, hidden]`` of one expert for ``x`` ``[m, hidden]``."""
+        both = nodes.add(*self._product(x, 0, number), transB=1, domain="com.microsoft")
+        self._typed(both, 2 * self.width)
+        gate, up = nodes.add_many("Split", 2, both, axis=-1, num_outputs=2)
+        op, domain, attributes = ACTIVATIONS[self.node.attributes["activation"].as_string()]
+        gate = nodes.add(op, gate, domain=domain, **attributes)
+        inner = nodes.add("Mul", gate, up)
+        self._typed(inner, self.width)
+        out = nodes.add(*self._product(inner, 1, number), transB=1, domain="com.microsoft")
+        self._typed(out, self.hidden)
+        return out
 
     def _product(self, x: ir.Value, which: int, number: int) -> tuple[str, ir.Value, ir.Value]:
         return "FusedMatMul", x, self._matrix(which, number)

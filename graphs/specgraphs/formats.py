@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from specrun.manifest import Precision
 
 Kind = Literal["float", "blocks", "rows"]
+Activations = Literal["fp32", "fp16", "bf16"]
 
 DEFAULT_BLOCK_SIZE = 32
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -65,16 +66,19 @@ FLOAT = LinearFormat("float")
 
 def of_precision(precision: Precision, block_size: int) -> LinearFormat:
     """The format that a precision gives a linear layer."""
-    if precision in ("fp32", "fp16"):
+    if precision in ("fp32", "fp16", "bf16"):
         return FLOAT
     if precision == "w8a8":
         return LinearFormat("rows")
     return LinearFormat("blocks", bits=4 if precision == "int4" else 8, block_size=block_size)
 
 
-def activations(precision: Precision) -> Literal["fp32", "fp16"]:
-    """Of what dtype activations, KV and what stays float are."""
-    return "fp16" if precision == "fp16" else "fp32"
+def activations(precision: Precision) -> Activations:
+    """Of what dtype activations, KV and what stays float are, unless something else is asked for.
+
+    Only in the dialect of TensorRT integers go with others than fp32.
+    """
+    return precision if precision in ("fp16", "bf16") else "fp32"
 
 
 @dataclass(frozen=True)

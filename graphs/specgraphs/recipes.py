@@ -57,6 +57,22 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Signed:
+    """Matrices or tables, one below the other, as signed integers without zero points::
+
+        w[row, column] = scales[row, column // size] * values[row, column]
+
+    values int8 ``[rows, columns]``, or 4-bit ones, the first of two in the low half of a byte;
+    scales ``[rows, blocks]`` of dtype ``scale``: float32, float16 or bfloat16.
+    """
+
+    sources: tuple[WeightRef, ...]
+    bits: int
+    size: int
+    scale: str
+
+
+@dataclass(frozen=True)
 class Columns:
     """Matrices, one below the other, transposed, as int8 with a scale per row::
 
@@ -72,7 +88,7 @@ class Columns:
     rotation: int = 0
 
 
-Recipe = Stacked | Blocks | Columns
+Recipe = Stacked | Blocks | Signed | Columns
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from specrun.contract import KvLayer, Part
 
 # Sizes of example inputs; not special to torch.export, as 0 and 1 would be.
 EXAMPLE_BATCH, EXAMPLE_ROWS, EXAMPLE_WANTED, EXAMPLE_CAPACITY = 2, 5, 3, 40
-TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def build_fake(
 ) -> FakeModel:
     """Build ``model_class(config)`` without weights, patched to emit our operators.
 
-    ``precision``: "fp32" or "fp16", the dtype of parameters and activations. ``mode``: share the
-    fake mode of another model, to trace both in one graph.
+    ``precision``: "fp32", "fp16" or "bf16", the dtype of parameters and activations. ``mode``:
+    share the fake mode of another model, to trace both in one graph.
     """
     from accelerate import init_empty_weights
 

@@ -48,6 +48,7 @@ from enum import StrEnum
 
 from specrun.limits import (
     MAX_CONTEXT,
+    MAX_DRAFTS,
     MAX_HEAD_SIZE,
     MAX_HEADS,
     MAX_LAYERS,
@@ -125,6 +126,8 @@ DRAFTS = "drafts"
 TOKENS = "tokens"  # int64 [batch, rows]
 PAST_LENGTH = "past_length"  # int32 [batch], valid KV rows before this call
 FIRST_ROW = "first_row"  # int64 [1], first row whose logits and hidden state are wanted
+# Instead of first_row in the dialect of TensorRT, where no size depends on the value of an input.
+WANTED_ROWS = "wanted_rows"  # int64 [wanted], first_row .. rows - 1
 
 # Outputs of the target.
 LOGITS = "logits"  # float32 [batch, wanted, vocabulary]
@@ -203,6 +206,31 @@ class KvLayer:
     def spec(self, name: str, dtype: DType) -> TensorSpec:
         """The buffer as a tensor called ``name``."""
         return TensorSpec(name, dtype, (BATCH, self.heads, CAPACITY, self.head_size))
+
+
+@dataclass(frozen=True)
+class FixedSizes:
+    """What is fixed in an engine of the TensorRT dialect: rows of the KV buffers, and tokens that
+    an MTP drafter drafts in each call (None: no drafter)."""
+
+    capacity: int
+    drafts: int | None = None
+
+    def __post_init__(self) -> None:
+        check_all(vars(self), {"capacity": (2, MAX_CONTEXT), "drafts": (1, MAX_DRAFTS)})
+
+    def tensor(self, spec: TensorSpec) -> TensorSpec | None:
+        """``spec`` as such an engine has it; None for what it does not have.
+
+        Rows are wanted by their numbers, and the number of drafts is no input.
+        """
+        if spec.name == NUM_DRAFT:
+            return None
+        if spec.name == FIRST_ROW:
+            return TensorSpec(WANTED_ROWS, DType.INT64, (WANTED,))
+        sizes: dict[Dim, Dim | None] = {CAPACITY: self.capacity, DRAFTS: self.drafts}
+        shape = tuple(sizes.get(dim) or dim for dim in spec.shape)
+        return TensorSpec(spec.name, spec.dtype, shape)
 
 
 def kv_bytes_per_token(layers: tuple[KvLayer, ...], dtype: DType) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.contract import DType, KvLayer, Part, past
+from specrun.contract import DType, FixedSizes, KvLayer, Part, past
 from specrun.errors import ContextFull, EngineError
 from specrun.memory import HOST
 from specrun.runner import Buffer, Memory, Session
@@ -27,8 +27,8 @@ class KvBuffers:
     ``memory``: of the sessions that are to run on them. ``arrays``: the buffers as NumPy arrays,
     where that is the host's memory, else none: then ``read_rows`` and ``write_rows`` copy.
     ``capacity`` starts small and doubles up to ``max_context``: attention over a large empty
-    buffer is slow. ``version`` counts allocations; a binding made for another version points at
-    freed memory and must be made anew.
+    buffer is slow; with ``fixed`` sizes it is that of the engine for good. ``version`` counts
+    allocations; a binding made for another version points at freed memory and must be made anew.
     """
 
     def __init__(
@@ -40,13 +40,15 @@ class KvBuffers:
         batch: int = 1,
         initial_capacity: int = INITIAL_CAPACITY,
         memory: Memory = HOST,
+        fixed: FixedSizes | None = None,
     ) -> None:
         self.layers = layers
         self.dtype = dtype
         self.memory = memory
         self.batch = batch
         self.max_context = max_context
-        self.capacity = min(initial_capacity, max_context)
+        self._fixed = fixed
+        self.capacity = min(initial_capacity, max_context) if fixed is None else fixed.capacity
         self.version = 0
         self.lengths: NDArray[np.int32] = np.zeros(batch, dtype=np.int32)
         self.buffers: dict[str, Buffer] = {}
@@ -109,13 +111,13 @@ class KvBuffers:
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more rows in every sequence. Raises ContextFull."""
         needed = self._longest + rows
-        if needed <= self.capacity:
-            return
         if needed > self.max_context:
             raise ContextFull(
                 f"{needed} tokens do not fit into the context of {self.max_context}",
                 hint="shorten the prompt, or export with a larger context",
             )
+        if needed <= self.capacity:
+            return
         capacity = self.capacity
         while capacity < needed:
             capacity = min(2 * capacity, self.max_context)
@@ -142,7 +144,7 @@ class KvBuffers:
     def check_integrity(self) -> None:
         """Raise RuntimeError unless lengths, capacity and buffers agree."""
         self._check_lengths()
-        if self.capacity > self.max_context:
+        if self.capacity > self.max_context and self._fixed is None:
             raise RuntimeError(f"capacity {self.capacity} over the context {self.max_context}")
         for name, buffer in self.buffers.items():
             shape = buffer.shape

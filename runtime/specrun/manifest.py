@@ -23,6 +23,7 @@ from specrun.contract import (
     HEAD_ENGINE,
     TARGET_ENGINE,
     DType,
+    FixedSizes,
     KvLayer,
     Role,
     SplitContract,
@@ -33,7 +34,7 @@ from specrun.errors import FolderError, UsageError
 from specrun.options import ScheduleName
 from specrun.reading import ReadingError, leads_inside, parse_json, shown
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 HASH_ALWAYS_BELOW = 64 << 20  # bytes; larger files are hashed by integrity="full" only
 REEXPORT = "export the folder again with specexport"
@@ -143,8 +144,9 @@ class MtpLayerContract:
             raise ValueError(f"layer {self.layer} cannot be fed the hidden rows of {self.hidden}")
 
 
+Io = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 Backend = Literal["onnxruntime", "torch"]
-Precision = Literal["fp32", "fp16", "int8", "w8a8", "int4"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "w8a8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class EngineSpec:
     ``backend``: ``torch``: PyTorch runs it from the checkpoint, so that ``file`` is empty.
     ``step_bytes``: bytes of weights that a run of one row reads. ``exact_rows``: most rows of a run
     whose bits do not depend on the rows beside them, None for any number; see :mod:`specrun.exact`.
+    ``fixed``: of an engine in the dialect of TensorRT, None in that of ONNX Runtime; its ``file``
+    has the tensors of ``file_io``, what the loop sees is ``inputs`` and ``outputs`` all the same.
     """
 
     role: Role
@@ -199,6 +203,7 @@ class EngineSpec:
     mtp_layer: MtpLayerContract | None = None
     split: SplitContract | None = None
     exact_rows: int | None = None
+    fixed: FixedSizes | None = None
 
     def __post_init__(self) -> None:
         if (self.backend == "torch") != (not self.file):
@@ -212,6 +217,18 @@ class EngineSpec:
                 "step_bytes": (0, limits.MAX_BYTES),
                 "exact_rows": (1, limits.MAX_CONTEXT),
             },
+        )
+
+    @property
+    def file_io(self) -> Io:
+        """Inputs and outputs as the file has them."""
+        if self.fixed is None:
+            return self.inputs, self.outputs
+        inputs = (self.fixed.tensor(spec) for spec in self.inputs)
+        outputs = (self.fixed.tensor(spec) for spec in self.outputs)
+        return (
+            tuple(spec for spec in inputs if spec is not None),
+            tuple(spec for spec in outputs if spec is not None),
         )
 
     @property
@@ -524,7 +541,6 @@ _ROLES = {
     "draft": Role.TARGET,
     "universal": Role.TARGET,
 }
-Io = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 
 
 def expected_io(engine: EngineSpec) -> Io:

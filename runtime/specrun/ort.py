@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from specrun.contract import DType, Part, TensorSpec, past
 from specrun.devices import Place
 from specrun.errors import DeviceError, EngineError
+from specrun.fixed import as_contract
 from specrun.manifest import REEXPORT, EngineSpec
 from specrun.memory import HOST
 from specrun.ort_binding import Binder, Bound, DeviceBinder, HostBinder, read_on_host
 from specrun.ort_devices import check_device, create, memory_of
 from specrun.ort_memory import OrtDeviceMemory
-from specrun.runner import Buffer, Memory
+from specrun.runner import Buffer, Memory, Session
 
 TYPES = {
     "tensor(float)": DType.FLOAT32,
@@ -43,7 +44,7 @@ def open_session(
     place: Place = CPU,
     mapped: bool = False,
     spin: bool = False,
-) -> OrtSession:
+) -> Session:
     """Open an engine and check that its inputs and outputs are those of the manifest.
 
     ``mapped``: run on the weights as they are mapped from the file, without ONNX Runtime's own
@@ -78,7 +79,7 @@ def open_session(
     opened = OrtSession(session, engine, memory, in_host_memory=place.device == "cpu")
     if place.cuda_graph:
         opened.record_runs()
-    return opened
+    return as_contract(opened)
 
 
 def session_of_bytes(model: bytes, *, threads: int) -> Any:
@@ -131,8 +132,8 @@ def _release(version: str) -> tuple[int, ...]:
 def check_io(session: Any, engine: EngineSpec, name: str) -> None:
     """Compare a session's inputs and outputs with the manifest's. Raises EngineError."""
     for what, declared, found in (
-        ("input", engine.inputs, session.get_inputs()),
-        ("output", engine.outputs, session.get_outputs()),
+        ("input", engine.file_io[0], session.get_inputs()),
+        ("output", engine.file_io[1], session.get_outputs()),
     ):
         nodes = {node.name: node for node in found}
         if extra := sorted(nodes.keys() - {spec.name for spec in declared}):
@@ -208,7 +209,7 @@ class OrtSession:
         self._numbers = itertools.count(1)
 
     def _make_binder(self, names: Sequence[str]) -> Binder:
-        dtypes = {tensor.name: tensor.dtype for tensor in (*self.spec.inputs, *self.spec.outputs)}
+        dtypes = {tensor.name: tensor.dtype for io in self.spec.file_io for tensor in io}
         if not isinstance(self.memory, OrtDeviceMemory):
             return HostBinder(dtypes, frozenset(names) - self._on_host)
         on_device = self.memory.kind != "cpu"

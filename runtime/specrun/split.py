@@ -69,6 +69,7 @@ class SplitTarget:
             max_context=max_context,
             initial_capacity=initial_capacity,
             memory=sessions[FRONT_ENGINE].memory,
+            fixed=front.fixed,
         )
         self._front = _Stage(sessions[FRONT_ENGINE], front, self.kv)
         self._back = None if back is None else _Stage(sessions[BACK_ENGINE], back, self.kv)

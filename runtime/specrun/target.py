@@ -246,6 +246,7 @@ class Target(KvTarget):
             batch=batch,
             initial_capacity=initial_capacity,
             memory=session.memory,
+            fixed=engine.fixed,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
         self._runs: RunCache[Run] = RunCache()

@@ -17,7 +17,7 @@ from specrun.contract import FRONT_ENGINE
 from specrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from specexport.exporter import ExportOptions
+    from specexport.options import ExportOptions
     from specrun.manifest import DraftMethod, Manifest
 
 

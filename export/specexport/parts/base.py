@@ -11,16 +11,18 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specexport.weights import Weights
 from specgraphs import formats
+from specgraphs.formats import Activations
 from specrun.contract import (
     TARGET_ENGINES,
     DType,
+    FixedSizes,
     KvLayer,
     Role,
 )
@@ -43,23 +45,37 @@ if TYPE_CHECKING:
     from specrun.runner import Session
     from specrun.target import Verifier
 
+CAPACITY_STEP = 64  # of KV buffers of a fixed size, so that whole blocks fit into them
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
-KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
+KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every part of one export. ``max_context`` and ``num_draft`` in tokens."""
+    """What holds for every part of one export. ``max_context`` and ``num_draft`` in tokens.
+
+    ``activations``: None for what goes with ``precision``. ``tensorrt``: in its dialect.
+    """
 
     precision: Precision
     drafter_precision: Precision
     max_context: int
     num_draft: int
+    activations: Activations | None = None
+    tensorrt: bool = False
 
     @property
-    def dtype(self) -> Literal["fp32", "fp16"]:
+    def dtype(self) -> Activations:
         """Of activations and KV, for all engines of the folder."""
-        return formats.activations(self.precision)
+        return self.activations or formats.activations(self.precision)
+
+    def fixed(self, role: Role, max_context: int | None = None) -> FixedSizes | None:
+        """What is fixed in an engine of these settings; ``max_context``: if it has its own."""
+        if not self.tensorrt:
+            return None
+        drafts = self.num_draft if role is Role.MTP_DRAFTER else None
+        rows = max_context or self.max_context
+        return FixedSizes(-(-rows // CAPACITY_STEP) * CAPACITY_STEP, drafts)
 
     def of_engine(self, name: str) -> Precision:
         """The precision of the engine called ``name``."""
@@ -213,13 +229,19 @@ def engine_spec(
     vocab_size: int,
     kv: tuple[KvLayer, ...],
     all_hidden: bool = False,
+    max_context: int | None = None,
     **contract: Any,
 ) -> EngineSpec:
     """The manifest's entry of the engine ``name``, with the inputs and outputs of the contract.
 
-    ``contract``: the fields of EngineSpec that belong to one role only.
+    ``max_context``: if it has its own. ``contract``: the fields of EngineSpec that belong to one
+    role only.
     """
-    from specgraphs import ops
+    from specgraphs import dialect, ops
+
+    versions = (ops.OPSET, ops.IR_VERSION)
+    if settings.tensorrt:
+        versions = (dialect.OPSET, dialect.IR_VERSION)
 
     spec = EngineSpec(
         role=role,
@@ -233,9 +255,10 @@ def engine_spec(
         all_hidden=all_hidden,
         inputs=(),
         outputs=(),
-        requires=Requires(MIN_ONNXRUNTIME, ops.OPSET, ops.IR_VERSION),
+        requires=Requires(MIN_ONNXRUNTIME, *versions),
         step_bytes=0,
         weights=None,
+        fixed=settings.fixed(role, max_context),
         **contract,
     )
     inputs, outputs = expected_io(spec)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 TOKENIZER = "drafter_tokenizer.json"
 ROWS = 4  # tokens fed together behind a prefill, to compare
 SEED = 21
+OTHER_CONTEXT = 2  # times the target's: room for a tokenizer that needs more tokens for a text
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class DraftModel:
 
     def specs(self, settings: Settings) -> dict[str, EngineSpec]:
         """See :class:`DrafterPart`."""
-        return {self.engine: causal_spec(self.engine, self.source, settings)}
+        context = self._max_context(settings)
+        return {self.engine: causal_spec(self.engine, self.source, settings, context)}
 
     def write_files(self, folder: Path) -> None:
         """Its tokenizer, where that is another one than the target's."""
@@ -200,7 +202,10 @@ class DraftModel:
         """Its own limit. A text has other lengths in the two tokenizers, so the target's bounds
         only a draft model with the same one."""
         own = int(self.source.config.max_position_embeddings)
-        return min(own, settings.max_context) if self.method == "draft" else own
+        if self.method == "draft":
+            return min(own, settings.max_context)
+        # Buffers of a fixed size are paid for whole.
+        return min(own, OTHER_CONTEXT * settings.max_context) if settings.tensorrt else own
 
     def _past_lengths(self, run: TargetRun) -> tuple[int, ...]:
         """The target's, as far as they fit, and one behind a sliding window of its own."""

@@ -70,8 +70,10 @@ def check_target(source: Source) -> None:
     source.weights.check_complete(source.expected_shapes())
 
 
-def causal_spec(name: str, source: Source, settings: Settings) -> EngineSpec:
-    """The entry of a whole causal model, a target or a draft model."""
+def causal_spec(
+    name: str, source: Source, settings: Settings, max_context: int | None = None
+) -> EngineSpec:
+    """The entry of a whole causal model, a target or a draft model with its own ``max_context``."""
     from specgraphs import families
 
     plan = families.kv_plan(source.config)
@@ -83,4 +85,5 @@ def causal_spec(name: str, source: Source, settings: Settings) -> EngineSpec:
         vocab_size=int(source.config.vocab_size),
         kv=plan.owners,
         all_hidden=not plan.shares,
+        max_context=max_context,
     )

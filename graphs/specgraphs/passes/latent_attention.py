@@ -62,9 +62,14 @@ class _Expansion:
             self._add("ScatterND", past, index, new)
             for past, new in ((past_key, key), (past_value, value))
         ]
+        for half, past in zip(halves, (past_key, past_value), strict=True):
+            assert past is not None
+            half.shape, half.type = past.shape, past.type
         rows = [self._valid(half, total) for half in halves]
         flat = self._add("Reshape", query, self._ints(0, -1, size))
         parts = self._add_many("Split", 2, flat, axis=-1, num_outputs=2)
+        for part in parts:
+            part.type = query.type
         products = [
             self._add("FusedMatMul", q, r, domain="com.microsoft", transB=1, alpha=scale)
             for q, r in zip(parts, rows, strict=True)
@@ -93,7 +98,10 @@ class _Expansion:
     def _valid(self, buffer: ir.Value, total: ir.Value) -> ir.Value:
         """``[batch, total, size]`` of a buffer ``[batch, 1, capacity, size]``."""
         rows = self._add("Slice", buffer, self._ints(0), total, self._ints(2))
-        return self._add("Squeeze", rows, self._ints(1))
+        valid = self._add("Squeeze", rows, self._ints(1))
+        assert buffer.shape is not None and buffer.dtype is not None
+        valid.shape, valid.type = ir.Shape([None, None, buffer.shape[-1]]), buffer.type
+        return valid
 
     def _softmax(
         self,

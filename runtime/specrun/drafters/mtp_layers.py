@@ -190,6 +190,7 @@ class MtpLayer:
             max_context=max_context,
             initial_capacity=initial_capacity,
             memory=session.memory,
+            fixed=engine.fixed,
         )
         self._on_kv = KvEngine(session, engine, self.kv)
         self._runs: RunCache[Run] = RunCache()
