@@ -25,7 +25,7 @@ from specrun import contract
 from specrun.contract import DType, KvLayer, TensorSpec
 from specrun.decode import decode, encode
 from specrun.errors import DeviceError, EngineError, FolderError, UsageError
-from specrun.plans import Flavour, PlanSpec, ShapeRange
+from specrun.plans import Flavour, PlanSpec, ShapeRange, of_backend
 
 KV = (KvLayer(0, 2, 16, None), KvLayer(1, 2, 16, 8))
 CAPACITY = 512
@@ -444,8 +444,8 @@ def test_the_tests_of_tensorrt_are_not_skipped() -> None:
 
 
 def test_backends_have_flavours() -> None:
-    assert plans_of_runtime.of_backend("tensorrt") == "tensorrt"
-    assert plans_of_runtime.of_backend("tensorrt-rtx") == "tensorrt_rtx"
+    assert of_backend("tensorrt") == "tensorrt"
+    assert of_backend("tensorrt-rtx") == "tensorrt_rtx"
 
 
 def test_messages() -> None:

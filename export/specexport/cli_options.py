@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -34,6 +35,28 @@ EXPORT_MODULES = (
     "huggingface_hub",
 )
 
+
+class Capability(click.ParamType):
+    """A compute capability as people write it: 89, sm89, SM_89, 8.9. Gives 10 * major + minor."""
+
+    name = "SM"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", str(value).strip().lower())
+        if found is None:
+            self.fail(f"{value!r} is no compute capability; write it as 89 or 8.9", param, ctx)
+        return int(found[1]) * 10 + int(found[2])
+
+
+capability_option = click.option(
+    "--compute-capability",
+    "capabilities",
+    type=Capability(),
+    multiple=True,
+    help="GPU to build for, as 89 or 8.9; repeatable.  [default: the one of this machine]",
+)
 token_option = click.option(
     "--token",
     metavar="TOKEN",

@@ -65,9 +65,11 @@ def can_build(asked: Asked) -> str | None:
     return None
 
 
-def write_tasks(where: Path, made: Manifest, asked: Asked) -> None:
-    """Put down what is to be built, for a device where it can be."""
-    build_manifest.write(where, _tasks(where, made, asked))
+def with_tasks(where: Path, made: Manifest, asked: Asked) -> Manifest:
+    """Put down what is to be built, for a device where it can be; the manifest with that file."""
+    planned = _tasks(where, made, asked)
+    build_manifest.write(where, planned)
+    return _described(where, made, planned)
 
 
 def add_plans(where: Path, made: Manifest, asked: Asked, report: Progress) -> Manifest:
