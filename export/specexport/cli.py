@@ -216,9 +216,9 @@ def build(
     if as_json:
         click.echo(json.dumps({"out": str(folder), "plans": [encode(plan) for plan in plans]}))
         return
-    for plan in plans:
-        about = f"{PRODUCTS[plan.flavour]} {plan.version}, SM {plan.compute_capability}"
-        click.echo(f"{plan.file}  {plan.size / 1e6:.1f} MB  {about}")
+    for one in plans:
+        about = f"{PRODUCTS[one.flavour]} {one.version}, SM {one.compute_capability}"
+        click.echo(f"{one.file}  {one.size / 1e6:.1f} MB  {about}")
 
 
 @main.command()

@@ -36,25 +36,27 @@ EXPORT_MODULES = (
 )
 
 
-class Capability(click.ParamType):
-    """A compute capability as people write it: 89, sm89, SM_89, 8.9. Gives 10 * major + minor."""
-
-    name = "SM"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", str(value).strip().lower())
+def _capabilities(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Compute capabilities as people write them, 89, sm89 or 8.9, as 10 * major + minor."""
+    numbers = []
+    for value in given:
+        found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", value.strip().lower())
         if found is None:
-            self.fail(f"{value!r} is no compute capability; write it as 89 or 8.9", param, ctx)
-        return int(found[1]) * 10 + int(found[2])
+            raise click.BadParameter(
+                f"{value!r} is no compute capability; write it as 89 or 8.9", context, option
+            )
+        numbers.append(10 * int(found[1]) + int(found[2]))
+    return tuple(dict.fromkeys(numbers))
 
 
 capability_option = click.option(
     "--compute-capability",
     "capabilities",
-    type=Capability(),
     multiple=True,
+    metavar="SM",
+    callback=_capabilities,
     help="GPU to build for, as 89 or 8.9; repeatable.  [default: the one of this machine]",
 )
 token_option = click.option(

@@ -141,7 +141,7 @@ def export(
         else:
             parity.check_declared_io(partial, made)
         if options.is_tensorrt:
-            made = _with_plans(out, partial, made, options, report)
+            made = _with_plans(partial, made, options, report)
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
         manifests.read(partial)
     return made
@@ -189,7 +189,7 @@ def _asked(options: ExportOptions) -> tuple[Asked, str | None]:
 
 
 def _with_plans(
-    out: Path, partial: Path, made: Manifest, options: ExportOptions, report: Progress
+    partial: Path, made: Manifest, options: ExportOptions, report: Progress
 ) -> Manifest:
     """The manifest with plans where they can be built here, else with a note of what is left."""
     from specexport.trt import building
@@ -200,7 +200,7 @@ def _with_plans(
     if obstacle is None:
         return building.add_plans(partial, made, asked, report)
     made = building.with_tasks(partial, made, asked)
-    return replace(made, notes=(*made.notes, later(out, asked.flavour, obstacle)))
+    return replace(made, notes=(*made.notes, later(asked.flavour, obstacle)))
 
 
 def _activations(target: Source, options: ExportOptions) -> Activations | None:

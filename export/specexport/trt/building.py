@@ -13,7 +13,12 @@ from specexport import folder
 from specexport.datafile import DATA_FILE
 from specexport.errors import ExportError
 from specexport.trt import build_manifest, flavours
-from specexport.trt.build_manifest import BUILD_MANIFEST, BuildManifest, EngineBuild
+from specexport.trt.build_manifest import (
+    BUILD_MANIFEST,
+    NO_PLAN,
+    BuildManifest,
+    EngineBuild,
+)
 from specexport.trt.builder import build_engine
 from specexport.trt.caches import PlanCache
 from specexport.trt.flavours import Installed
@@ -95,12 +100,13 @@ def add_plans(where: Path, made: Manifest, asked: Asked, report: Progress) -> Ma
     return _described(where, made, done)
 
 
-def build_folder(out: Path, asked: Asked, report: Progress) -> Manifest:
+def build_folder(out: Path, asked: Asked, progress: Progress | None = None) -> Manifest:
     """Add plans to the engine folder ``out``, which changes at once or not at all.
 
     Raises FolderError, ExportError for a folder in the dialect of ONNX Runtime, and what
     ``add_plans`` does.
     """
+    report = progress or (lambda stage, done, total: None)
     made = manifests.read(out)
     if any(spec.fixed is None for spec in made.engines.values()):
         raise ExportError(
@@ -160,7 +166,8 @@ def _described(where: Path, made: Manifest, done: BuildManifest) -> Manifest:
     new = {name: _entry(where, name) for name in (*names, BUILD_MANIFEST)}
     kept = [entry for entry in made.files if entry.path not in new and not _is_plan(entry, made)]
     files = sorted((*kept, *new.values()), key=lambda entry: entry.path)
-    return replace(made, engines=engines, files=tuple(files))
+    left = tuple(note for note in made.notes if not (names and note.startswith(NO_PLAN)))
+    return replace(made, engines=engines, files=tuple(files), notes=left)
 
 
 def _plans_of(name: str, built: Sequence[Built]) -> list[PlanSpec]:
