@@ -27,7 +27,7 @@ import toys  # noqa: E402
 
 from specexport import gguf_header, safetensors_files  # noqa: E402
 from specrun import chat, load, manifest, tuning  # noqa: E402
-from specrun.cli import _manifest_table  # noqa: E402
+from specrun.manifest_lines import lines  # noqa: E402
 from specrun.options import GenerateOptions  # noqa: E402
 from specrun.text import Tokenizer  # noqa: E402
 
@@ -165,7 +165,7 @@ class Manifests:
         else:
             text = dump(rng, mutate_json(rng, self.data, rng.choice([1, 1, 1, 2, 5])))
             (self.folder / manifest.MANIFEST).write_bytes(text)
-        _manifest_table(manifest.read(self.folder, integrity="full"))
+        lines(manifest.read(self.folder, integrity="full"))
         with load(self.folder, threads=1) as engine:
             engine.generate("12", max_new_tokens=3)
             engine.generate([1, 2], max_new_tokens=3, method="plain", do_sample=False)

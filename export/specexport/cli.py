@@ -18,7 +18,9 @@ from specexport.cli_plan import plan
 from specrun import __version__
 from specrun.cli import DefaultGroup, inspect
 from specrun.cli_errors import reports_errors
+from specrun.decode import encode
 from specrun.errors import UsageError
+from specrun.plans import PRODUCTS
 
 if TYPE_CHECKING:
     from specrun.manifest import Manifest, ParityReport, QualityReport
@@ -39,6 +41,7 @@ def main() -> None:
       specexport path/to/target --drafter path/to/assistant --out engines/
       specexport model.gguf --out engines/
       specexport plan gemma4 --precision w8a8
+      specexport build engines/ --backend tensorrt-rtx --compute-capability 89
       specexport check engines/
       specexport inspect engines/
 
@@ -79,6 +82,7 @@ def _terminate(number: int, _: object) -> None:
     type=click.Choice(cli_options.ACTIVATIONS),
     help="Beside int8 and int4 weights for TensorRT.  [default: the checkpoint's half precision]",
 )
+@cli_options.capability_option
 @click.option(
     "--memory",
     "memory_gb",
@@ -109,6 +113,7 @@ def export(
     token: str | None,
     memory_gb: float,
     skip: str | None,
+    capabilities: tuple[int, ...],
     no_check: bool,
     quiet: bool,
     as_json: bool,
@@ -125,6 +130,7 @@ def export(
       specexport google/gemma-4-E4B-it --drafter google/gemma-4-E4B-it-assistant --out engines/
       specexport ./my-llama --out engines/ --max-context 4096
       specexport ./my-llama --out engines/ --precision w8a8
+      specexport ./my-llama --out engines/ --backend tensorrt-rtx --precision bf16
     """
     cli_options.check_installed()
     from specexport.exporter import export as run_export
@@ -138,6 +144,7 @@ def export(
         early_exit=early_exit,
         mtp_layers=mtp_layers,
         skip_target=skip is not None,
+        compute_capabilities=capabilities,
         check=not no_check,
         memory_gb=memory_gb,
     )
@@ -153,6 +160,65 @@ def export(
     click.echo(_outcome(made.parity), err=True)
     if made.quality is not None:
         click.echo(_quality(made.quality), err=True)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--backend",
+    type=click.Choice(cli_options.BACKENDS[1:]),
+    required=True,
+    help="Which TensorRT builds.",
+)
+@cli_options.capability_option
+@click.option(
+    "--level",
+    type=click.IntRange(0, 5),
+    default=3,
+    show_default=True,
+    help="How long TensorRT looks for faster kernels (builder_optimization_level).",
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder where plans are kept and taken from, by what they are made of.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
+@reports_errors
+def build(
+    folder: Path,
+    backend: str,
+    capabilities: tuple[int, ...],
+    level: int,
+    cache: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Build plans of TensorRT for the engines in FOLDER, which was exported with such a backend.
+
+    Plans that are up to date stay. The folder changes when all are built, or not at all.
+
+    \b
+    Examples:
+      specexport build engines/ --backend tensorrt
+      specexport build engines/ --backend tensorrt-rtx --compute-capability 89
+    """
+    cli_options.check_installed()
+    from specexport.progress import bars
+    from specexport.trt.building import Asked, build_folder
+    from specrun.plans import of_backend
+
+    asked = Asked(of_backend(backend), capabilities, level, cache)
+    with bars(quiet=quiet or as_json) as progress:
+        made = build_folder(folder, asked, progress)
+    plans = [plan for engine in made.engines.values() for plan in engine.plans]
+    if as_json:
+        click.echo(json.dumps({"out": str(folder), "plans": [encode(plan) for plan in plans]}))
+        return
+    for one in plans:
+        about = f"{PRODUCTS[one.flavour]} {one.version}, SM {one.compute_capability}"
+        click.echo(f"{one.file}  {one.size / 1e6:.1f} MB  {about}")
 
 
 @main.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -34,6 +35,30 @@ EXPORT_MODULES = (
     "huggingface_hub",
 )
 
+
+def _capabilities(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Compute capabilities as people write them, 89, sm89 or 8.9, as 10 * major + minor."""
+    numbers = []
+    for value in given:
+        found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", value.strip().lower())
+        if found is None:
+            raise click.BadParameter(
+                f"{value!r} is no compute capability; write it as 89 or 8.9", context, option
+            )
+        numbers.append(10 * int(found[1]) + int(found[2]))
+    return tuple(dict.fromkeys(numbers))
+
+
+capability_option = click.option(
+    "--compute-capability",
+    "capabilities",
+    multiple=True,
+    metavar="SM",
+    callback=_capabilities,
+    help="GPU to build for, as 89 or 8.9; repeatable.  [default: the one of this machine]",
+)
 token_option = click.option(
     "--token",
     metavar="TOKEN",

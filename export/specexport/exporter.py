@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexport import (
     auto_precision,
@@ -37,6 +37,10 @@ from specrun.contract import FRONT_ENGINE, TARGET_ENGINE, DType
 from specrun.errors import UsageError
 from specrun.manifest import EngineSpec, Generation, Manifest
 from specrun.options import available_threads
+from specrun.plans import of_backend
+
+if TYPE_CHECKING:
+    from specexport.trt.building import Asked
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -86,6 +90,8 @@ def export(
     report = progress or _silent
     precisions, notes = _precisions(target, options, report)
     settings = _settings(target, options, precisions)
+    if options.is_tensorrt:
+        _asked(options)
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     fits = _expected_bytes(target, precisions) <= options.model_memory
     for part in (chosen, *drafting):
@@ -134,6 +140,8 @@ def export(
             )
         else:
             parity.check_declared_io(partial, made)
+        if options.is_tensorrt:
+            made = _with_plans(partial, made, options, report)
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
         manifests.read(partial)
     return made
@@ -169,6 +177,30 @@ def _settings(target: Source, options: ExportOptions, precisions: Precisions) ->
         options.activations or _activations(target, options),
         options.is_tensorrt,
     )
+
+
+def _asked(options: ExportOptions) -> tuple[Asked, str | None]:
+    """The plans to build, and why that cannot be here. Raises DeviceError where TensorRT builds
+    here, and not for these GPUs."""
+    from specexport.trt import building
+
+    asked = building.Asked(of_backend(options.backend), options.compute_capabilities)
+    return asked, building.can_build(asked)
+
+
+def _with_plans(
+    partial: Path, made: Manifest, options: ExportOptions, report: Progress
+) -> Manifest:
+    """The manifest with plans where they can be built here, else with a note of what is left."""
+    from specexport.trt import building
+    from specexport.trt.build_manifest import later
+
+    asked, obstacle = _asked(options)
+    building.check_graphs(made, partial)
+    if obstacle is None:
+        return building.add_plans(partial, made, asked, report)
+    made = building.with_tasks(partial, made, asked)
+    return replace(made, notes=(*made.notes, later(asked.flavour, obstacle)))
 
 
 def _activations(target: Source, options: ExportOptions) -> Activations | None:

@@ -41,6 +41,8 @@ class ExportOptions:
     10^9 bytes; models that do not fit are read layer by layer, engines run on mapped weights.
     ``backend``: which dialect the graphs are written in. ``activations``: beside weights in
     integers in the dialect of TensorRT (None: in the half precision of the checkpoint).
+    ``compute_capabilities``: GPUs to build plans for, 10 * major + minor (none: that of this
+    machine, if it has one).
     """
 
     precision: Precision | Literal["auto"] = "fp32"
@@ -57,6 +59,7 @@ class ExportOptions:
     memory_gb: float = DEFAULT_MEMORY_GB
     backend: Backend = "onnxruntime"
     activations: Activations | None = None
+    compute_capabilities: tuple[int, ...] = ()
 
     @property
     def is_tensorrt(self) -> bool:
@@ -152,6 +155,12 @@ class ExportOptions:
                 f"activations: {self.activations} can be chosen beside int8 and int4 for TensorRT"
                 " only",
                 hint="leave it out: activations are in the precision of the weights, or in fp32",
+            )
+        if self.compute_capabilities and not self.is_tensorrt:
+            raise UsageError(
+                f"compute_capabilities: only TensorRT builds for them, got"
+                f" {', '.join(map(str, self.compute_capabilities))}",
+                hint="leave them out, or give --backend tensorrt or tensorrt-rtx",
             )
         if self.is_tensorrt and self.skip_target:
             raise UsageError(

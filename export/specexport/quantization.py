@@ -239,7 +239,7 @@ def apply(
     heads = apply_formats.heads(graphs.values(), by_origin)
     heads |= {sources.canonical(ref): chosen for ref, chosen in heads.items()}
     for name, graph in graphs.items():
-        apply_formats.apply(graph, by_origin, heads)
+        apply_formats.apply(graph, by_origin, heads, same_bits=settings.tensorrt)
         sizes = fixed[name]
         if sizes is None:
             packed_attention.apply(graph, settings.max_context)

@@ -41,15 +41,19 @@ def heads(graphs: Iterable[EngineGraph], formats: ByOrigin) -> dict[WeightRef, L
     return found
 
 
-def apply(graph: EngineGraph, formats: ByOrigin, heads: Heads) -> None:
+def apply(graph: EngineGraph, formats: ByOrigin, heads: Heads, *, same_bits: bool = False) -> None:
     """Rewrite ``graph`` in place. ``formats``: by the origin of a weight; ``heads``: see above.
+
+    ``same_bits``: blocks of layers that read the same value have the same number of bits, the
+    larger one: TensorRT fuses their products, and fails where these differ.
 
     Ensures: linear layers and tables are in the format that ``formats`` gives them; linear layers
     of one format that read the same value are one product and a Split; a table that is also a
     head, in the same format, is stored once.
     """
     editor = _Editor(graph)
-    for group in _groups(graph, formats):
+    groups = list(_groups(graph, formats))
+    for group in _with_same_bits(groups) if same_bits else groups:
         editor.replace_linear(group)
     for node in _tables(graph):
         table = node.inputs[0]
@@ -105,6 +109,22 @@ def _groups(graph: EngineGraph, formats: ByOrigin) -> Iterable[_Group]:
         group.nodes.append(node)
         group.refs.append(ref)
     return found.values()
+
+
+def _with_same_bits(groups: Sequence[_Group]) -> list[_Group]:
+    """Groups in blocks of one size that read the same value, put together in the most bits."""
+    merged: dict[tuple[Any, ...], _Group] = {}
+    for group in groups:
+        first = group.nodes[0]
+        blocks = (group.format.kind, group.format.block_size)
+        alone = None if group.format.kind == "blocks" else id(group)
+        known = merged.setdefault((id(first.graph), id(first.inputs[0]), blocks, alone), group)
+        if known is group:
+            continue
+        known.format = max((known.format, group.format), key=lambda format: format.bits)
+        known.nodes += group.nodes
+        known.refs += group.refs
+    return list(merged.values())
 
 
 def _is_head(node: ir.Node) -> bool:

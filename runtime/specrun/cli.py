@@ -22,7 +22,6 @@ from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, 
 from specrun.reading import printable
 
 if TYPE_CHECKING:
-    from specrun.manifest import EngineSpec, Manifest
     from specrun.result import Result
     from specrun.stats import Stats
     from specrun.stream import TextStream
@@ -319,9 +318,10 @@ def inspect(folder: Path, as_json: bool, integrity: Integrity) -> None:
       specrun inspect engines/ --json
     """
     from specrun.manifest import dumps, read
+    from specrun.manifest_lines import lines
 
     manifest = read(folder, integrity=integrity)
-    click.echo(dumps(manifest) if as_json else _manifest_table(manifest), nl=not as_json)
+    click.echo(dumps(manifest) if as_json else _table(lines(manifest)), nl=not as_json)
 
 
 @main.command()
@@ -478,71 +478,6 @@ def _options_line(options: GenerateOptions) -> str:
         shown.append(f"{words} bad words")
     sampled = "sampled" if options.do_sample else "greedy"
     return _table({"sampling": ", ".join([sampled, *shown])})
-
-
-def _manifest_table(manifest: Manifest) -> str:
-    from specrun.contract import Role
-
-    generation = manifest.generation
-    lines = {
-        "target": f"{manifest.target.id} ({manifest.target.architecture})",
-        "vocabulary": f"{manifest.tokenizer.vocab_size} tokens",
-        "chat template": manifest.tokenizer.chat_template or "-",
-        "end ids": " ".join(map(str, generation.eos_token_ids)) or "-",
-        "max context": f"{generation.max_context} tokens",
-        "generation": ", ".join(f"{k} {v}" for k, v in generation.defaults.items()) or "-",
-    }
-    for method, drafter in manifest.drafters.items():
-        source = drafter.source.id if drafter.source is not None else "the target's own checkpoint"
-        most = drafter.max_num_draft
-        limit = f", drafts up to {most} tokens" if most is not None else ""
-        start = f", starts with {drafter.num_assistant_tokens} drafts ({drafter.schedule})"
-        front = manifest.engines.get("front") if method == "early-exit" else None
-        layers = f", first {front.split.early_exit} layers" if front and front.split else ""
-        lines[f"method {method}"] = f"{source}{layers}{start}{limit}"
-    for name, engine in manifest.engines.items():
-        own = engine.role is not Role.MTP_DRAFTER and engine.kv
-        kv = f", {engine.kv_bytes_per_token} bytes of KV per token" if own else ""
-        where = engine.file or "none, PyTorch verifies from the checkpoint"
-        lines[f"engine {name}"] = f"{where}, {_precision(engine)}{kv}"
-    for entry in manifest.files:
-        lines[f"file {entry.path}"] = f"{entry.size} bytes, sha256 {entry.sha256[:12]}…"
-    parity = manifest.parity
-    if parity is not None:
-        lines["parity"] = (
-            f"{parity.scope}: worst error {parity.worst_error:.2g} ({parity.worst_tensor};"
-            f" {parity.tolerance:.2g} allowed)"
-        )
-    else:
-        lines["parity"] = "never compared with transformers (--no-check)"
-    if (quality := manifest.quality) is not None:
-        lines["quality"] = (
-            f"perplexity {quality.perplexity:.4g}, in fp32 {quality.reference_perplexity:.4g}"
-            f" ({quality.loss:+.1%}); {quality.argmax_agreement:.1%} of the most probable tokens"
-            f" the same, on {quality.tokens} tokens of {quality.text}"
-        )
-    for index, note in enumerate(manifest.notes, start=1):
-        lines[f"note {index}"] = note
-    return _table(lines)
-
-
-def _precision(engine: EngineSpec) -> str:
-    """How its weights are stored, and what a step reads of them."""
-    read = f"{engine.step_bytes / 1e6:.1f} MB of weights read in a step"
-    if (stored := engine.weights) is None:
-        return f"{engine.precision}, {read}"
-    parts = [f"head {stored.head}", f"embedding {stored.embedding}"]
-    if engine.precision in ("int8", "int4"):
-        parts.insert(0, f"blocks of {stored.block_size}")
-    for names, how in (
-        (stored.kept_int8, "kept in int8"),
-        (stored.rotated, "rotated"),
-        (stored.two_terms, "with two 8-bit terms"),
-        (stored.kept_float, "kept as floats"),
-    ):
-        if names:
-            parts.append(f"{len(names)} layer{'s' if len(names) > 1 else ''} {how}")
-    return f"{engine.precision} ({', '.join(parts)}), {read}"
 
 
 def _table(lines: dict[str, str]) -> str:

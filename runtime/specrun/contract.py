@@ -153,6 +153,8 @@ DRAFT_CANDIDATES = "draft_candidates"  # int64 [batch, drafts, candidates], thei
 EXIT_ROWS = "exit_rows"  # [batch, rows or wanted, hidden size], behind the front's last layer
 LAST_ROWS = "last_rows"  # [batch, rows or wanted, hidden size], behind the last layer
 HEAD_ROWS = "head_rows"  # [batch, rows, hidden size], either of the two
+FED = (TOKENS, EXIT_ROWS, HEAD_ROWS)  # of an engine with rows one is an input
+ROWS_AXIS = 1  # of these
 PER_LAYER = "per_layer"  # [batch, rows or wanted, layers, size], per-layer embeddings (Gemma 4)
 
 # Rollback is a length, so buffers carry no mark of what is valid in them.

@@ -98,7 +98,7 @@ def check(options: EngineOptions) -> None:
         raise _no_effect("provider_library", library, device, f"{PLUGIN}NAME")
     if options.user_compute_stream is not None and not on_cuda:
         raise _no_effect("user_compute_stream", options.user_compute_stream, device, "cuda")
-    if options.cuda_graph and device != "cuda":
+    if options.cuda_graph and device not in ("cuda", *TENSORRT):
         raise _no_effect("cuda_graph", options.cuda_graph, device, "cuda")
     if options.cuda_graph and not options.exact:
         raise UsageError(

@@ -16,19 +16,17 @@ from specrun.contract import (
     DRAFT_CANDIDATES,
     DRAFT_LOGITS,
     DRAFT_TOKENS,
-    EXIT_ROWS,
+    FED,
     FIRST_ROW,
-    HEAD_ROWS,
     NOISE,
     NUM_DRAFT,
-    TOKENS,
+    ROWS_AXIS,
     WANTED_ROWS,
     FixedSizes,
 )
 from specrun.errors import EngineError
 from specrun.runner import Buffer, Memory, Run, Session
 
-FED = (TOKENS, EXIT_ROWS, HEAD_ROWS)  # an engine with wanted rows is fed one of these
 PER_DRAFT = (NOISE, DRAFT_TOKENS, DRAFT_LOGITS, DRAFT_CANDIDATES)  # [batch, drafts, ...]
 
 
@@ -56,6 +54,16 @@ class FixedSession:
         """What runs it."""
         return self.inner.provider
 
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a run."""
+        return self.inner.most_rows
+
+    @property
+    def most_wanted(self) -> int | None:
+        """Most of them whose logits can be had."""
+        return self.inner.most_wanted
+
     def prepare(
         self,
         inputs: Mapping[str, NDArray[Any]],
@@ -69,7 +77,7 @@ class FixedSession:
         given = dict(inputs)
         if FIRST_ROW in given:
             first = int(given.pop(FIRST_ROW)[0])
-            rows = next(given[name].shape[1] for name in FED if name in given)
+            rows = next(given[name].shape[ROWS_AXIS] for name in FED if name in given)
             given[WANTED_ROWS] = np.arange(first, rows, dtype=np.int64)
         return self.inner.prepare(given, outputs, past, present)
 

@@ -32,6 +32,7 @@ from specrun.contract import (
 from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError, UsageError
 from specrun.options import ScheduleName
+from specrun.plans import PlanSpec
 from specrun.reading import ReadingError, leads_inside, parse_json, shown
 
 FORMAT = 5
@@ -183,6 +184,7 @@ class EngineSpec:
     whose bits do not depend on the rows beside them, None for any number; see :mod:`specrun.exact`.
     ``fixed``: of an engine in the dialect of TensorRT, None in that of ONNX Runtime; its ``file``
     has the tensors of ``file_io``, what the loop sees is ``inputs`` and ``outputs`` all the same.
+    ``plans``: what TensorRT built of it.
     """
 
     role: Role
@@ -204,10 +206,13 @@ class EngineSpec:
     split: SplitContract | None = None
     exact_rows: int | None = None
     fixed: FixedSizes | None = None
+    plans: tuple[PlanSpec, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.backend == "torch") != (not self.file):
             raise ValueError(f"file: is empty with backend torch only, got {self.file!r}")
+        if self.plans and self.fixed is None:
+            raise ValueError("plans: only an engine of fixed sizes has any")
         limits.check_all(
             vars(self) | {"kv_bytes_per_token": self.kv_bytes_per_token},
             {
@@ -369,6 +374,7 @@ class Manifest:
         tokenizers = [self.tokenizer, *(d.tokenizer for d in self.drafters.values() if d.tokenizer)]
         wanted = {engine.file for engine in self.engines.values() if engine.backend != "torch"}
         wanted |= {spec.file for spec in tokenizers}
+        wanted |= {plan.file for engine in self.engines.values() for plan in engine.plans}
         wanted |= {spec.chat_template for spec in tokenizers if spec.chat_template is not None}
         if missing := sorted(wanted - listed):
             raise DecodeError(f"files: {missing[0]!r} is used and not listed")

@@ -167,6 +167,9 @@ class OrtSession:
     Raises EngineError where the engine is on a device and its KV buffers cannot be.
     """
 
+    most_rows: int | None = None
+    most_wanted: int | None = None
+
     def __init__(
         self, raw: Any, spec: EngineSpec, memory: Memory = HOST, *, in_host_memory: bool = True
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def check_device(place: Place) -> None:
 
     So that a device that does not work is told from an engine that does not.
     """
+    place = replace(place, user_compute_stream=None, cuda_graph=False)
     if place.device == "cpu" or place in _running:
         return
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from specrun import limits
+from specrun.contract import TensorSpec
 from specrun.errors import EngineError
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]  # names of the Python modules
@@ -23,6 +24,11 @@ PROFILES: tuple[ProfileName, ...] = ("prefill", "decode")  # in the order of the
 MAX_AXES = 8
 MAX_INPUTS = 4 * limits.MAX_LAYERS
 Shape = tuple[int, ...]
+
+
+def of_backend(backend: str) -> Flavour:
+    """The flavour of the backend ``tensorrt`` or ``tensorrt-rtx``."""
+    return next(flavour for flavour, name in BACKENDS.items() if name == backend)
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,17 @@ def refuse(name: str, reason: str, folder: Path, flavour: Flavour) -> NoReturn:
 def build_hint(folder: Path, flavour: Flavour) -> str:
     """How to build plans for this device."""
     return f"build it here: specexport build {folder} --backend {BACKENDS[flavour]}"
+
+
+def most(plan: PlanSpec, inputs: Sequence[TensorSpec], size: str) -> int | None:
+    """The largest that a dynamic ``size`` may be under any profile; None if no input has it."""
+    found = [
+        profile.inputs[tensor.name].max[tensor.shape.index(size)]
+        for profile in plan.profiles
+        for tensor in inputs
+        if size in tensor.shape and tensor.name in profile.inputs
+    ]
+    return max(found, default=None)
 
 
 def fitting_profile(plan: PlanSpec, shapes: Mapping[str, Shape]) -> int:

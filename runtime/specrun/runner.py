@@ -103,6 +103,16 @@ class Session(Protocol):
         """What runs it, as stats show it: ``CPUExecutionProvider``, ``TensorRT 11.4 (SM 89)``."""
         ...
 
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a run, None for any number."""
+        ...
+
+    @property
+    def most_wanted(self) -> int | None:
+        """Most of them whose logits can be had, None for all."""
+        ...
+
     def prepare(
         self,
         inputs: Mapping[str, NDArray[Any]],

@@ -20,7 +20,7 @@ class RunCache(Generic[R]):
     """Prepared runs by block width, dropped together when the KV buffers move.
 
     It does not keep what makes them, which has the cache: buffers are freed at once, not when the
-    garbage collector comes round.
+    garbage collector comes round. Runs of buffers that moved keep those until the next ``get``.
     """
 
     def __init__(self) -> None:

@@ -16,11 +16,29 @@ from specrun.runner import Session
 def open_engine(folder: Path, manifest: Manifest, name: str, options: EngineOptions) -> Session:
     """A session of the engine called ``name``. Raises EngineError, FolderError."""
     if options.device in TENSORRT:
+        return _open_plan(folder, manifest, name, options)
+    return _open_onnx(folder, manifest, name, options)
+
+
+def _open_plan(folder: Path, manifest: Manifest, name: str, options: EngineOptions) -> Session:
+    from specrun import plans, trt_library
+    from specrun.fixed import as_contract
+    from specrun.trt_cuda import Cuda
+    from specrun.trt_session import open_plan
+
+    spec = manifest.engines[name]
+    if spec.fixed is None:
         raise DeviceError(
-            f"device: {options.device!r}: this folder has no TensorRT engines",
+            f"device: {options.device!r}: the engines of this folder are written for ONNX Runtime",
             hint=f"export them with specexport SOURCE --backend {options.device}",
         )
-    return _open_onnx(folder, manifest, name, options)
+    flavour = plans.of_backend(options.device)
+    library, cuda = trt_library.load(flavour), Cuda(options.device_id)
+    device = trt_library.trt_device(flavour, library, cuda)
+    plan = plans.pick(spec.plans, device, folder, name)
+    graphs = options.cuda_graph and name in TARGET_ENGINES
+    session = open_plan(folder / plan.file, spec, plan, device=options.device_id, graphs=graphs)
+    return as_contract(session)
 
 
 def _open_onnx(folder: Path, manifest: Manifest, name: str, options: EngineOptions) -> Session:

@@ -39,7 +39,7 @@ from specrun.manifest import EngineSpec
 from specrun.options import PREFILL_CHUNK
 from specrun.runner import Run, Session
 from specrun.runs import RunCache
-from specrun.target import BetweenChunks, KvEngine, OnRows, Rows, in_chunks
+from specrun.target import BetweenChunks, KvEngine, OnRows, Rows, at_most, in_chunks
 
 INITIAL_ROWS = 16  # hidden states that the buffers between the engines hold at first
 
@@ -61,7 +61,8 @@ class SplitTarget:
     ) -> None:
         front, back = engines[FRONT_ENGINE], engines.get(BACK_ENGINE)
         self.engine = engines[HEAD_ENGINE]
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = at_most(prefill_chunk, sessions[FRONT_ENGINE].most_rows)
+        self._most_wanted = sessions[HEAD_ENGINE].most_wanted
         owned = (*front.kv, *(back.kv if back is not None else ()))
         self.kv = KvBuffers(
             owned,
@@ -91,7 +92,7 @@ class SplitTarget:
     @property
     def room(self) -> int:
         """Rows that the next ``verify`` can take."""
-        return self.kv.room
+        return at_most(self.kv.room, self._most_wanted)
 
     @property
     def front_length(self) -> int:

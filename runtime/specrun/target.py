@@ -99,6 +99,11 @@ class Verifier(Protocol):
         ...
 
 
+def at_most(count: int, limit: int | None) -> int:
+    """``count``, or ``limit`` where that is less."""
+    return count if limit is None else min(count, limit)
+
+
 def in_chunks(tokens: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
     """``tokens`` ``[batch, n]`` in as few pieces of at most ``most`` as there can be, all of about
     the same size: a short rest would cost nearly as much as a whole chunk. At least one piece."""
@@ -157,6 +162,7 @@ class KvTarget(abc.ABC):
     kv: KvBuffers
     prefill_chunk: int
     all_hidden: bool  # whether a run gives the hidden state of every row
+    most_wanted: int | None = None  # rows of a run whose logits can be had
     name: str  # for messages
 
     @property
@@ -167,7 +173,7 @@ class KvTarget(abc.ABC):
     @property
     def room(self) -> int:
         """Rows that the next ``verify`` can take."""
-        return self.kv.room
+        return at_most(self.kv.room, self.most_wanted)
 
     def prefill(
         self,
@@ -238,7 +244,8 @@ class Target(KvTarget):
     ) -> None:
         self.engine = engine
         self.all_hidden, self.name = engine.all_hidden, engine.file
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = at_most(prefill_chunk, session.most_rows)
+        self.most_wanted = session.most_wanted
         self.kv = KvBuffers(
             engine.kv,
             session.spec.kv_dtype,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from specrun import plans, trt_library
+from specrun.contract import ROWS, WANTED
 from specrun.errors import EngineError
 from specrun.manifest import EngineSpec
 from specrun.plans import PlanSpec, Shape
@@ -187,6 +188,16 @@ class TrtSession(Closing):
     def plan(self) -> PlanSpec:
         """The plan's entry in the manifest."""
         return self._opened.plan
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a run."""
+        return plans.most(self.plan, self.spec.file_io[0], ROWS)
+
+    @property
+    def most_wanted(self) -> int | None:
+        """Most of them whose logits can be had."""
+        return plans.most(self.plan, self.spec.file_io[0], WANTED)
 
     def prepare(
         self,

@@ -27,10 +27,11 @@ from specrun import limits
 from specrun.contract import TensorSpec
 from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError
-from specrun.plans import PRODUCTS, Flavour, ProfileSpec, build_hint
+from specrun.plans import BACKENDS, Flavour, ProfileSpec
 
 BUILD_MANIFEST = "build.json"
 FORMAT = 1
+NO_PLAN = "no plan was built here"
 Builder = Callable[..., Built]
 
 
@@ -103,9 +104,10 @@ def read(folder: Path) -> BuildManifest:
         raise FolderError(f"{path}: {error}", hint="export the folder again") from error
 
 
-def later(folder: Path, flavour: Flavour, reason: str) -> str:
+def later(flavour: Flavour, reason: str) -> str:
     """What to tell whoever exported: what is missing here, and how to finish."""
-    return f"{PRODUCTS[flavour]}: {reason}; {build_hint(folder, flavour)}"
+    how = f"specexport build FOLDER --backend {BACKENDS[flavour]}"
+    return f"{NO_PLAN} ({reason}); finish on the device with {how}"
 
 
 @dataclass(frozen=True)

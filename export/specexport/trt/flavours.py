@@ -31,11 +31,6 @@ class Installed:
         return f"{PRODUCTS[self.flavour]} {self.version}"
 
 
-def of_backend(backend: str) -> Flavour:
-    """The flavour of the backend ``tensorrt`` or ``tensorrt-rtx``."""
-    return next(flavour for flavour, name in BACKENDS.items() if name == backend)
-
-
 def find(asked: Flavour | None = None) -> Installed:
     """The TensorRT asked for, or the first that is installed: full TensorRT, else that for RTX.
 

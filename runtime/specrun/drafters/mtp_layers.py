@@ -28,7 +28,7 @@ from specrun.manifest import EngineSpec
 from specrun.runner import Run, Session
 from specrun.runs import RunCache
 from specrun.sampling import Draw, Sampler
-from specrun.target import KvEngine
+from specrun.target import KvEngine, at_most
 
 SETTLE_ROWS = 64  # target rows that may wait for a layer before all layers catch up
 
@@ -53,7 +53,7 @@ class MtpLayersDrafter:
         initial_capacity: int = INITIAL_CAPACITY,
     ) -> None:
         self.max_drafts: int | None = max_drafts
-        self.block = block
+        self.block = at_most(block, sessions[0].most_rows)
         self._layers = [
             MtpLayer(session, engine, max_context=max_context, initial_capacity=initial_capacity)
             for session, engine in zip(sessions, engines, strict=True)

@@ -1,0 +1,205 @@
+"""Plans for the engines of a folder: which, where they go, and what the manifest says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specexport import folder
+from specexport.datafile import DATA_FILE
+from specexport.errors import ExportError
+from specexport.trt import build_manifest, flavours
+from specexport.trt.build_manifest import (
+    BUILD_MANIFEST,
+    NO_PLAN,
+    BuildManifest,
+    EngineBuild,
+)
+from specexport.trt.builder import build_engine
+from specexport.trt.caches import PlanCache
+from specexport.trt.flavours import Installed
+from specexport.trt.plans import DEFAULT_LEVEL, Built
+from specexport.trt.profiles import Sizes, profiles
+from specgraphs import static_rules
+from specrun import manifest as manifests
+from specrun.contract import DType
+from specrun.errors import DeviceError
+from specrun.manifest import EngineSpec, FileEntry, Manifest
+from specrun.options import PREFILL_CHUNK
+from specrun.plans import BACKENDS, Flavour, PlanSpec
+
+Progress = Callable[[str, int, int], None]
+MAX_DRAFT = 31  # drafted tokens that one run can verify; prompt lookup makes long proposals
+ACTIVATIONS = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be built. ``capabilities``: 10 * major + minor each; none: of the GPU that is
+    here. ``level``: TensorRT's builder_optimization_level. ``cache``: folder of earlier plans."""
+
+    flavour: Flavour
+    capabilities: tuple[int, ...] = ()
+    level: int = DEFAULT_LEVEL
+    cache: Path | None = None
+
+
+def check_graphs(made: Manifest, where: Path) -> None:
+    """Raise EngineError where TensorRT would refuse a graph, or compute something else."""
+    for name, spec in made.engines.items():
+        static_rules.check(where / spec.file, name)
+
+
+def can_build(asked: Asked) -> str | None:
+    """Why plans cannot be built here; None where they can.
+
+    Raises DeviceError where TensorRT builds here, and not for what is asked.
+    """
+    try:
+        installed = flavours.find(asked.flavour)
+        if not installed.builds_without_gpu or not asked.capabilities:
+            flavours.present_capability()
+    except DeviceError as error:
+        return str(error)
+    for capability in asked.capabilities:
+        flavours.check_capability(installed, capability)
+    return None
+
+
+def with_tasks(where: Path, made: Manifest, asked: Asked) -> Manifest:
+    """Put down what is to be built, for a device where it can be; the manifest with that file."""
+    planned = _tasks(where, made, asked)
+    build_manifest.write(where, planned)
+    return _described(where, made, planned)
+
+
+def add_plans(where: Path, made: Manifest, asked: Asked, report: Progress) -> Manifest:
+    """Build what is not up to date in the folder ``where``; its manifest with all plans.
+
+    Raises DeviceError where TensorRT or the GPU is not there, EngineError, FolderError.
+    """
+    installed = flavours.find(asked.flavour)
+    wanted = asked.capabilities or (_present(installed),)
+    for capability in wanted:
+        flavours.check_capability(installed, capability)
+    check_graphs(made, where)
+    planned = _tasks(where, made, replace(asked, capabilities=wanted))
+    tasks = list(build_manifest.tasks(where, planned, installed.version, wanted))
+    cache = None if asked.cache is None else PlanCache(asked.cache)
+    built: list[Built] = []
+    for index, task in enumerate(tasks):
+        report("build", index, len(tasks))
+        built.append(build_manifest.run(task, where, where, build_engine, cache))
+    report("build", len(tasks), len(tasks))
+    done = build_manifest.with_built(planned, tuple(built))
+    build_manifest.write(where, done)
+    return _described(where, made, done)
+
+
+def build_folder(out: Path, asked: Asked, progress: Progress | None = None) -> Manifest:
+    """Add plans to the engine folder ``out``, which changes at once or not at all.
+
+    Raises FolderError, ExportError for a folder in the dialect of ONNX Runtime, and what
+    ``add_plans`` does.
+    """
+    report = progress or (lambda stage, done, total: None)
+    made = manifests.read(out)
+    if any(spec.fixed is None for spec in made.engines.values()):
+        raise ExportError(
+            f"{out}: its graphs are written for ONNX Runtime",
+            hint=f"export them with specexport SOURCE --backend {BACKENDS[asked.flavour]}",
+        )
+    with folder.atomic(out) as partial:
+        _link_all(out, partial)
+        made = add_plans(partial, made, asked, report)
+        text = manifests.dumps(made)
+        _replace(partial / manifests.MANIFEST, text)
+        manifests.read(partial)
+    return made
+
+
+def _present(installed: Installed) -> int:
+    try:
+        return flavours.present_capability()
+    except DeviceError as error:
+        if not installed.builds_without_gpu:
+            raise
+        known = ", ".join(map(str, flavours.capabilities(installed)))
+        raise DeviceError(
+            f"{error}, and no compute capability was given to build for",
+            hint=f"give --compute-capability, one of {known}",
+        ) from error
+
+
+def _tasks(where: Path, made: Manifest, asked: Asked) -> BuildManifest:
+    """What is to be built, and what of it is built already."""
+    engines = {name: _engine_build(spec, made) for name, spec in made.engines.items()}
+    planned = build_manifest.to_build(engines, asked.flavour, asked.capabilities, asked.level)
+    if not (where / BUILD_MANIFEST).is_file():
+        return planned
+    return build_manifest.with_built(planned, build_manifest.read(where).built)
+
+
+def _engine_build(spec: EngineSpec, made: Manifest) -> EngineBuild:
+    inputs, outputs = spec.file_io
+    most = max((d.num_assistant_tokens for d in made.drafters.values()), default=1)
+    sizes = Sizes(PREFILL_CHUNK, MAX_DRAFT, draft=min(most, MAX_DRAFT))
+    return EngineBuild(
+        graph=spec.file,
+        weights=DATA_FILE,
+        precision=f"{spec.precision}, activations {ACTIVATIONS[spec.kv_dtype]}",
+        inputs=inputs,
+        outputs=outputs,
+        profiles=profiles(inputs, sizes),
+    )
+
+
+def _described(where: Path, made: Manifest, done: BuildManifest) -> Manifest:
+    """The manifest with every plan, and the files that came with them."""
+    plans = {name: tuple(_plans_of(name, done.built)) for name in made.engines}
+    engines = {name: replace(spec, plans=plans[name]) for name, spec in made.engines.items()}
+    names = [plan.file for own in plans.values() for plan in own]
+    new = {name: _entry(where, name) for name in (*names, BUILD_MANIFEST)}
+    kept = [entry for entry in made.files if entry.path not in new and not _is_plan(entry, made)]
+    files = sorted((*kept, *new.values()), key=lambda entry: entry.path)
+    left = tuple(note for note in made.notes if not (names and note.startswith(NO_PLAN)))
+    return replace(made, engines=engines, files=tuple(files), notes=left)
+
+
+def _plans_of(name: str, built: Sequence[Built]) -> list[PlanSpec]:
+    return [one.spec for one in built if one.spec.file.rpartition(".sm")[0] == name]
+
+
+def _is_plan(entry: FileEntry, made: Manifest) -> bool:
+    return any(plan.file == entry.path for spec in made.engines.values() for plan in spec.plans)
+
+
+def _entry(where: Path, name: str) -> FileEntry:
+    path = where / name
+    return FileEntry(name, path.stat().st_size, manifests.sha256_of(path))
+
+
+def _link_all(source: Path, out: Path) -> None:
+    """Every file of a folder in another one, without a copy of its bytes where that can be."""
+    for path in source.rglob("*"):
+        if path.is_dir():
+            continue
+        place = out / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path.resolve(), place)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, place)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew: what stands there may be linked to another folder's."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(partial.unlink, missing_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
