@@ -42,14 +42,15 @@ VARIANTS: dict[str, Variant] = {
     "trt-int8": Variant("tensorrt-rtx", "int8", "fp16"),
     "trt-int4": Variant("tensorrt-rtx", "int4", "fp16"),
 }
+SIDES = 2  # that round: the device, and the CPU whose results are the reference
 # bfloat16 has no reference in its own precision, and other drafts where two candidates are close.
 LIKENESS = {"fp32": 0.95, "fp16": 0.9, "bf16": 0.6}
 
 
 @dataclass(frozen=True)
 class Kit:
-    """A prepared folder. ``recipes``: methods of each; ``tolerances``: by activations, see
-    TOLERANCE in specexport.parity; ``size``: of the vocabulary."""
+    """A prepared folder. ``recipes``: methods of each; ``tolerances``: by activations,
+    from TOLERANCE in specexport.parity; ``size``: of the vocabulary."""
 
     format: int
     recipes: dict[str, list[str]]
@@ -76,6 +77,13 @@ def reference_path(folder: Path, recipe: str, variant: str) -> Path:
     return folder / recipe / f"{VARIANTS[variant].reference or variant}_reference"
 
 
+def target_of(engines: Path) -> str:
+    """Name of the checkpoint that an engine folder was exported from."""
+    from specrun.manifest import read as read_manifest
+
+    return read_manifest(engines).target.id
+
+
 def programs_path(folder: Path, recipe: str, variant: str) -> Path:
     """Of the graphs as PyTorch reads them."""
     return folder / recipe / f"{variant}.programs.json"
@@ -85,10 +93,13 @@ def prepare(
     folder: Path,
     recipes: Sequence[str] | None = None,
     variants: Sequence[str] | None = None,
+    *,
+    plans: tuple[int, ...] = (),
 ) -> Kit:
     """Export everything and run it on the CPU. Processes share the work.
 
-    ``recipes``, ``variants``: only these, with what they are compared with. Raises ExportError.
+    ``recipes``, ``variants``: only these, with what they are compared with. ``plans``: compute
+    capabilities of which TensorRT-RTX builds plans too. Raises ExportError, DeviceError.
     """
     from gpu_models import NUM_DRAFT, RECIPES, SIZE
 
@@ -101,17 +112,27 @@ def prepare(
     for recipe in recipes:
         _save(folder / recipe, recipe)
     _in_processes([(folder, recipe, variant) for recipe in recipes for variant in wanted])
+    if plans:
+        _build(folder, [(recipe, variant) for recipe in recipes for variant in wanted], plans)
     kit = Kit(
         FORMAT,
         {recipe: list(RECIPES[recipe].methods) for recipe in recipes},
         wanted,
-        {name: TOLERANCE[name] for name in ("fp32", "fp16", "bf16")},
+        {name: SIDES * TOLERANCE[name] for name in ("fp32", "fp16", "bf16")},
         NUM_DRAFT,
         SIZE,
         _versions(),
     )
     (folder / KIT).write_text(json.dumps(asdict(kit), indent=1), encoding="utf-8")
     return kit
+
+
+def _build(folder: Path, made: Sequence[tuple[str, str]], plans: tuple[int, ...]) -> None:
+    from specexport.trt.building import Asked, build_folder
+
+    for recipe, variant in made:
+        if VARIANTS[variant].dialect == "tensorrt-rtx":
+            build_folder(folder / recipe / variant, Asked("tensorrt_rtx", plans))
 
 
 def _in_processes(jobs: Sequence[tuple[Path, str, str]]) -> None:

@@ -18,7 +18,6 @@ SIZE = 8
 CONTEXT = 320  # more than KV buffers start with, and than a chunk of a prompt
 NUM_DRAFT = 4
 SPREAD = 1.5  # standard deviation of the logits over the vocabulary
-SCALE = 0.25  # of matrices: large enough that attention looks at single rows
 
 BASE: dict[str, Any] = {
     "vocab_size": SIZE,
@@ -120,13 +119,25 @@ def _assistant() -> Any:
     return transformers.Gemma4AssistantForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: _llama(4),
-    "draft": lambda: _llama(1),
-    "other": lambda: _llama(1, vocab_size=12),
-    "deepseek": _deepseek,
-    "gemma4": _gemma4,
-    "assistant": _assistant,
+@dataclass(frozen=True)
+class Model:
+    """How a model is made. ``scale``, ``seed``: of its matrices, such that its greedy texts go on
+    changing, and half precision costs no more than it does in larger models. ``near``: a model
+    that it says nearly the same as."""
+
+    make: Callable[[], Any]
+    scale: float
+    seed: str
+    near: str | None = None
+
+
+MODELS: dict[str, Model] = {
+    "llama": Model(lambda: _llama(4), 0.15, "llama"),
+    "draft": Model(lambda: _llama(4), 0.02, "draft", near="llama"),
+    "other": Model(lambda: _llama(1, vocab_size=12), 0.15, "other"),
+    "deepseek": Model(_deepseek, 0.2, "deepseekb"),
+    "gemma4": Model(_gemma4, 0.15, "gemma4b"),
+    "assistant": Model(_assistant, 0.15, "assistant"),
 }
 
 
@@ -143,12 +154,21 @@ def save(name: str, folder: Path) -> Path:
     return path
 
 
+def byte_tokenizer() -> Any:
+    """A token per byte, for models of larger vocabularies."""
+    return _of_tests()[1].tokenizer()
+
+
 def _build(name: str) -> Any:
     import torch
 
     _, tiny_models = _of_tests()
-    model = tiny_models.seeded(MODELS[name], name, SCALE)
-    if name != "assistant":
+    how = MODELS[name]
+    model = tiny_models.seeded(how.make, how.seed, how.scale)
+    if how.near is not None:
+        for parameter, other in zip(model.parameters(), _build(how.near).parameters(), strict=True):
+            parameter.data = other.data + (parameter.data if parameter.dim() > 1 else 0)
+    elif name != "assistant":
         with torch.no_grad():
             said = model.eval()(torch.arange(SIZE)[None].repeat(1, 4)).logits
         model.lm_head.weight.data *= SPREAD / said.std()

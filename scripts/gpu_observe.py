@@ -83,10 +83,14 @@ def text(engine: specrun.Engine, prompt: Sequence[int], method: str, num_draft: 
         before = round_.committed_length - len(round_.emitted) - len(prompt)
         drafts[before] = list(round_.proposal)
 
-    asked = {} if method == "plain" else {
-        "num_assistant_tokens": num_draft,
-        "num_assistant_tokens_schedule": "constant",
-    }
+    asked = (
+        {}
+        if method == "plain"
+        else {
+            "num_assistant_tokens": num_draft,
+            "num_assistant_tokens_schedule": "constant",
+        }
+    )
     made = engine.generate(list(prompt), method=method, on_round=watch, **GREEDY, **asked)
     return Text(made.tokens, drafts, made.stats.acceptance)
 

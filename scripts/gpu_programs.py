@@ -33,6 +33,14 @@ def program(path: Path) -> Json:
     }
 
 
+def weights(path: Path) -> dict[str, Json]:
+    """Type, shape and place of every weight of a graph."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False).graph
+    return {tensor.name: _tensor(tensor) for tensor in graph.initializer}
+
+
 def _node(node: Any) -> Json:
     import onnx
 

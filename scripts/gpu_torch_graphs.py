@@ -172,7 +172,9 @@ class TorchRun:
         self.name = spec.file
         self.inputs, self.outputs = arrays
         self._program, self._buffers = program, buffers
-        self._dtypes = {tensor.name: tensor.dtype for tensor in (*spec.file_io[0], *spec.file_io[1])}
+        self._dtypes = {
+            tensor.name: tensor.dtype for tensor in (*spec.file_io[0], *spec.file_io[1])
+        }
 
     def run(self) -> None:
         """Run the graph. Raises EngineError."""
@@ -188,6 +190,8 @@ class TorchRun:
 
 class TorchSession:
     """See :class:`specrun.runner.Session`: an engine of the dialect as a program of PyTorch."""
+
+    most_rows: int | None = None
 
     def __init__(self, program: Program, spec: EngineSpec) -> None:
         self.spec = spec
@@ -219,9 +223,7 @@ def engines_by_torch(programs: Path, device: str) -> Iterator[None]:
     """
     said = json.loads(programs.read_text(encoding="utf-8"))
 
-    def open_engine(
-        folder: Path, manifest: Manifest, name: str, options: EngineOptions
-    ) -> Session:
+    def open_engine(folder: Path, manifest: Manifest, name: str, options: EngineOptions) -> Session:
         spec = manifest.engines[name]
         return as_contract(TorchSession(Program(said[spec.file], folder, device), spec))
 

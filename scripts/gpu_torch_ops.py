@@ -8,7 +8,6 @@ as an engine does whose output is the buffer of its input.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -116,7 +115,7 @@ def reduce_sum(
     return x.sum(tuple(ints(axes)), keepdim=bool(keepdims))
 
 
-def top_k(x: Tensor, k: Tensor, axis: int = -1, largest: int = 1, sorted: int = 1) -> list[Tensor]:  # noqa: A002
+def top_k(x: Tensor, k: Tensor, axis: int = -1, largest: int = 1, sorted: int = 1) -> list[Tensor]:
     """Of equal values the first comes first."""
     values, places = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
     return [part.narrow(axis, 0, int(k)) for part in (values, places)]
@@ -134,8 +133,8 @@ def gemm(
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    transA: int = 0,  # noqa: N803
-    transB: int = 0,  # noqa: N803
+    transA: int = 0,
+    transB: int = 0,
 ) -> Tensor:
     y = alpha * ((a.T if transA else a) @ (b.T if transB else b))
     return y if c is None else y + beta * c
