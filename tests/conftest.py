@@ -113,6 +113,29 @@ def small_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def trt_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
+    """``trt_folder(name)``: checkpoints, and engines in the dialect of TensorRT without plans, of
+    one of small_vocabulary.FOLDERS or PAIRS, whose drafters draft 8 tokens."""
+    import small_vocabulary
+
+    from specexport.trt import building
+
+    def make(name: str) -> Path:
+        pair = (small_vocabulary.PAIRS | small_vocabulary.FOLDERS)[name]
+
+        def export(path: Path) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(building, "can_build", lambda asked: "plans come later")
+                small_vocabulary.export(
+                    pair, path, check=False, num_draft=8, backend="tensorrt-rtx"
+                )
+
+        return once(f"small-vocabulary-trt-{name}", export)
+
+    return make
+
+
+@pytest.fixture
 def open_small(small_folder: Callable[[str], Path]) -> Iterator[Callable[..., specrun.Engine]]:
     """``open_small(name, **engine_options)``: the engines of one of them, opened."""
     import small_vocabulary

@@ -204,10 +204,14 @@ def save(name: str, folder: Path) -> Path:
     return path
 
 
-def export(pair: Pair, folder: Path, *, check: bool = True) -> Path:
-    """Save the checkpoints of ``pair`` under ``folder`` and export them to ``folder / engines``."""
+def export(pair: Pair, folder: Path, **changes: Any) -> Path:
+    """Save the checkpoints of ``pair`` under ``folder`` and export them to ``folder / engines``.
+
+    ``changes``: options of the export.
+    """
     sources = [resolve(save(name, folder)) for name in (pair.target, *pair.drafters)]
-    options = ExportOptions(num_draft=NUM_DRAFT, early_exit=pair.early_exit, check=check)
+    chosen = {"num_draft": NUM_DRAFT, "early_exit": pair.early_exit} | changes
+    options = ExportOptions(**chosen)
     exporter.export(sources[0], sources[1:], folder / ENGINES, options)
     return folder / ENGINES
 

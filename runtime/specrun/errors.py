@@ -12,6 +12,10 @@ Each error carries the thing and the value in its message, and the way out in ``
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class SpecrunError(Exception):
     """Base of all errors raised on purpose; ``hint`` says what to do about it."""
@@ -39,3 +43,12 @@ class DeviceError(EngineError):
 
 class ContextFull(SpecrunError):
     """The tokens do not fit into the context of the engine."""
+
+
+def without_frames(error: E) -> E:
+    """``error`` to be kept: its frames, and those of what it came from, would keep engines."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

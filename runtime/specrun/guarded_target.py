@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.bits import all_finite
-from specrun.errors import EngineError
+from specrun.errors import EngineError, without_frames
 from specrun.kv import KvBuffers
 from specrun.target import BetweenChunks, OnRows, Rows, Verifier
 
@@ -164,7 +164,7 @@ class GuardedTarget:
             raise error
         watch.refuse(error)
         other = self._open_other(self.kv, error)
-        engine, self._target, self.failure = self._target, other, error
+        engine, self._target, self.failure = self._target, other, without_frames(error)
         try:
             self._read_again(before, drafting=drafting)
             rows = run()

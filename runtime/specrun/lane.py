@@ -9,7 +9,7 @@ from specrun.contract import MTP_DRAFTER_ENGINE, TARGET_ENGINES
 from specrun.drafters.base import Drafter
 from specrun.drafters.mtp_layers import MtpLayersDrafter
 from specrun.drafters.ngram import NgramDrafter
-from specrun.errors import DeviceError, EngineError
+from specrun.errors import DeviceError, EngineError, without_frames
 from specrun.guarded_target import GuardedTarget
 from specrun.manifest import DraftMethod
 from specrun.opening import open_exact, open_target
@@ -66,7 +66,7 @@ class Lane:
             except EngineError as error:
                 if options.verify == "engine" or isinstance(error, DeviceError):
                     raise
-                resources.failure = error
+                resources.failure = without_frames(error)
             else:
                 stands_in = options.verify == "auto" and not options.exact
                 self.guarded = GuardedTarget(engine, resources.stand_in if stands_in else None)

@@ -59,7 +59,14 @@ def open_exact(
     from specrun.exact import ExactTarget
 
     _check_width(manifest, width)
+    _check_blocks(manifest, width, max_context)
     target = open_plain(-(-max_context // width) * width, width)  # whole blocks
+    if target.room < width:
+        raise UsageError(
+            f"exact_width: the plans of this folder give the logits of at most {target.room} rows,"
+            f" got {width}",
+            hint=f"give {target.room} or less",
+        )
     return ExactTarget(target, width, max_context=max_context)
 
 
@@ -73,6 +80,20 @@ def _open_engines(manifest: Manifest, session: OpenSession, **lengths: int) -> V
         {name: session(name) for name in parts},
         {name: manifest.engines[name] for name in parts},
         **lengths,
+    )
+
+
+def _check_blocks(manifest: Manifest, width: int, max_context: int) -> None:
+    """Raise UsageError where the last block would end behind the last row of fixed buffers."""
+    fixed = manifest.target_engine.fixed
+    blocks = -(-max_context // width)
+    if fixed is None or blocks * width <= fixed.capacity:
+        return
+    most = fixed.capacity // width * width
+    raise UsageError(
+        f"exact_width: {blocks} blocks of {width} rows are {blocks * width}, which must be at most"
+        f" {fixed.capacity}, the rows of this folder's KV buffers",
+        hint=f"give a width that divides {fixed.capacity}, or a max_context {most} or less",
     )
 
 

@@ -77,7 +77,7 @@ class MtpLayersDrafter:
         self._rows = np.concatenate([self._rows[seen - self._first :], hidden])
         self._first = seen
         self._check()
-        if len(self._rows) >= SETTLE_ROWS:
+        if len(self._rows) >= min(SETTLE_ROWS, self.block):  # which all go into one run
             self._settle()
 
     def propose(self, count: int, sampler: Sampler) -> Proposal:
