@@ -43,8 +43,8 @@ EXPORTS = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntim
 def check(
     folder: Path | None, machine: Machine, names: Sequence[str], limit: float, *, keep: Path
 ) -> list[Verdict]:
-    """Every part of ``names``, in order. ``folder``: a kit; None: one is made in ``keep``, if any part
-    can run. ``limit``: seconds for all."""
+    """Every part of ``names``, in order. ``folder``: a kit; None: one is made in ``keep``, if any
+    part can run. ``limit``: seconds for all."""
     end = time.monotonic() + limit
     missing = {name: PARTS[name].missing(machine) for name in names}
     reason = None
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu: the same checks without a GPU, which shows that they can fail",
     )
     for name in ("--part", "--answer", "--work"):  # of the processes that it starts
-        add(name, type=None if name == "--part" else Path, help=argparse.SUPPRESS)
+        add(name, type=str if name == "--part" else Path, help=argparse.SUPPRESS)
     return parser
 
 

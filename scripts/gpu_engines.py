@@ -83,8 +83,8 @@ def _check_kv(case: Case, engine: specrun.Engine, found: Found) -> None:
         found.expect(np.array_equal(old, new), f"{where}: a step changed rows that stand")
         written = values[:, :, length : length + rows]
         found.expect(bool(written.any(-1).all()), f"{where}: a step left rows of its own empty")
-        behind = (x[name][:, :, length + rows :] for x in (before, {name: values}))
-        found.expect(np.array_equal(*behind), f"{where}: a step wrote behind its rows")
+        old, new = (x[:, :, length + rows :] for x in (before[name], values))
+        found.expect(np.array_equal(old, new), f"{where}: a step wrote behind its rows")
     target.truncate(0)
 
 

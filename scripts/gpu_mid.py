@@ -112,7 +112,7 @@ def empty(folder: Path) -> None:
         for region in regions:
             _fill(file, region)
     size = data.stat().st_size
-    _seal(folder, DATA_FILE)
+    seal(folder, DATA_FILE)
     kept = _between(regions, size)
     raw = np.memmap(data, np.uint8, "r")
     (folder.parent / f"{folder.name}.{KEPT}").write_bytes(
@@ -171,7 +171,7 @@ def _fill(file: Any, region: Region) -> None:
         file.write(((drawn & 0x83FF) | 0x2400).astype("<u2").tobytes())
 
 
-def _seal(folder: Path, name: str) -> None:
+def seal(folder: Path, name: str) -> None:
     """Let the manifest say what a file now holds."""
     path = folder / manifests.MANIFEST
     said = json.loads(path.read_text(encoding="utf-8"))

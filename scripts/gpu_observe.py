@@ -83,7 +83,7 @@ def text(engine: specrun.Engine, prompt: Sequence[int], method: str, num_draft: 
         before = round_.committed_length - len(round_.emitted) - len(prompt)
         drafts[before] = list(round_.proposal)
 
-    asked = (
+    asked: dict[str, Any] = (
         {}
         if method == "plain"
         else {

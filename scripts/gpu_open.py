@@ -14,7 +14,7 @@ from gpu_verdict import NotHere
 
 import specrun
 from specrun.options import available_threads
-from specrun.plans import BACKENDS, PRODUCTS, Flavour
+from specrun.plans import BACKENDS, PRODUCTS, Flavour, PlanSpec
 from specrun.probes import Gpu, find_gpus, try_provider, try_tensorrt
 
 CUDA = "CUDAExecutionProvider"
@@ -111,7 +111,11 @@ def by_torch(folder: Path, programs: Path, device: str) -> Iterator[specrun.Engi
 @contextlib.contextmanager
 def by_engine(folder: Path, device: str, **options: Any) -> Iterator[specrun.Engine]:
     """The folder through the public API, by its own engines."""
-    common = {"threads": min(4, available_threads()), "device": device, "verify": "engine"}
+    common: dict[str, Any] = {
+        "threads": min(4, available_threads()),
+        "device": device,
+        "verify": "engine",
+    }
     with specrun.load(folder, **common | options) as engine:
         yield engine
 
@@ -135,5 +139,5 @@ def with_plans(folder: Path, work: Path, flavour: Flavour, sm: int) -> Path:
     return made
 
 
-def _fits(plan: Any, flavour: Flavour, sm: int) -> bool:
+def _fits(plan: PlanSpec, flavour: Flavour, sm: int) -> bool:
     return plan.flavour == flavour and plan.compute_capability == sm

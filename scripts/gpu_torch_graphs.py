@@ -21,7 +21,7 @@ import torch
 from gpu_torch_ops import INT4, OPERATORS, TYPES, unpack
 from numpy.typing import NDArray
 
-import specrun.resources
+from specrun import resources
 from specrun.contract import DType
 from specrun.errors import EngineError
 from specrun.fixed import as_contract
@@ -31,6 +31,7 @@ from specrun.options import EngineOptions
 from specrun.runner import Buffer, Session
 
 Tensor = torch.Tensor
+OPENS = "open_engine"  # what specrun.resources opens the engines of a folder with
 FEW = 16  # whole numbers that may be sizes or axes, which the host reads
 
 
@@ -153,10 +154,11 @@ class Program:
 
     def _bytes(self, said: Mapping[str, Any]) -> bytes:
         if "bytes" in said:
-            return base64.b64decode(said["bytes"])
+            return base64.b64decode(str(said["bytes"]))
         with (self._folder / said["file"]).open("rb") as file:
             file.seek(said["offset"])
-            return file.read(said["length"])
+            raw: bytes = file.read(int(said["length"]))
+            return raw
 
 
 class TorchRun:
@@ -192,6 +194,7 @@ class TorchSession:
     """See :class:`specrun.runner.Session`: an engine of the dialect as a program of PyTorch."""
 
     most_rows: int | None = None
+    most_wanted: int | None = None
 
     def __init__(self, program: Program, spec: EngineSpec) -> None:
         self.spec = spec
@@ -227,12 +230,12 @@ def engines_by_torch(programs: Path, device: str) -> Iterator[None]:
         spec = manifest.engines[name]
         return as_contract(TorchSession(Program(said[spec.file], folder, device), spec))
 
-    before = specrun.resources.open_engine
-    specrun.resources.open_engine = open_engine
+    before = getattr(resources, OPENS)
+    setattr(resources, OPENS, open_engine)
     try:
         yield
     finally:
-        specrun.resources.open_engine = before
+        setattr(resources, OPENS, before)
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 Tensor = torch.Tensor
@@ -79,7 +80,8 @@ def gather(table: Tensor, ids: Tensor, axis: int = 0) -> Tensor:
 
 
 def expand(x: Tensor, shape: Tensor) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, tuple(ints(shape))))
+    sizes: tuple[int, ...] = np.broadcast_shapes(tuple(x.shape), tuple(ints(shape)))
+    return x.expand(sizes)
 
 
 def squeeze(x: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -162,7 +164,7 @@ def rotary_embedding(
     ``[batch, rows, half]`` of the rows."""
     whole = x
     if x.dim() == 3:
-        x = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        x = x.reshape(*x.shape[:2], num_heads, -1).transpose(1, 2)
     size = rotary_embedding_dim or x.shape[-1]
     turned, rest = x[..., :size], x[..., size:]
     if interleaved:
