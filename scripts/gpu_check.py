@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,16 @@ def check(
     part can run. ``limit``: seconds for all."""
     end = time.monotonic() + limit
     missing = {name: PARTS[name].missing(machine) for name in names}
-    reason = None
+    unprepared: Verdict | None = None
     if folder is None and any(PARTS[n].needs_kit and missing[n] is None for n in names):
-        folder, reason = _prepare_here(keep / "kit", end - time.monotonic())
+        folder = keep / "kit"
+        unprepared = _prepare_here(folder, end - time.monotonic())
     verdicts = []
     for name in names:
         part, why = PARTS[name], missing[name]
-        if why is None and part.needs_kit and folder is None:
-            why = reason
-        if why is not None:
+        if why is None and part.needs_kit and unprepared is not None:
+            verdicts.append(replace(unprepared, part=name))
+        elif why is not None:
             notes = (machine.why_none,) if machine.why_none and not part.needs_kit else ()
             verdicts.append(Verdict(name, NOT_HERE, (why,), notes))
         else:
@@ -64,15 +66,15 @@ def check(
     return verdicts
 
 
-def _prepare_here(folder: Path, seconds: float) -> tuple[Path | None, str]:
-    """A kit made on this machine; None and the reason where it cannot be made."""
+def _prepare_here(folder: Path, seconds: float) -> Verdict | None:
+    """Make a kit on this machine; what to say of every part that needs one where that fails."""
     if (why := lacking(EXPORTS)) is not None:
-        return None, f"nothing to run: {why}; give --from with a folder that --prepare made"
-    command = [sys.executable, __file__, "--prepare", str(folder)]
-    words, how = _run(command, seconds)
+        hint = "give --from with a folder that --prepare made"
+        return Verdict("", NOT_HERE, (f"nothing to run: {why}; {hint}",))
+    words, how = _run([sys.executable, __file__, "--prepare", str(folder)], seconds)
     if how is None:
-        return folder, ""
-    return None, f"preparing {how}: {words or 'it said nothing'}"
+        return None
+    return Verdict("", FAILED, (f"preparing {how}: {words or 'it said nothing'}",))
 
 
 def _guarded(
@@ -155,6 +157,20 @@ def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
             yield f"\n{verdict.part}"
             yield from (f"  {note}" for note in verdict.notes)
             yield from (f"  {name}: {value:.4g}" for name, value in verdict.figures.items())
+    yield from _times([v for v in verdicts if v.part.endswith("times") and v.figures])
+
+
+def _times(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """What was timed by several, side by side, and how many times as long as by the fastest."""
+    if len(verdicts) < 2:
+        return
+    yield "\n" + f"{'':24}" + "".join(f"{v.part.removesuffix('times'):>24}" for v in verdicts)
+    for name in verdicts[0].figures:
+        values = [v.figures[name] for v in verdicts if name in v.figures]
+        if name.endswith(" ms") and len(values) == len(verdicts):
+            least = min(values)
+            row = "".join(f"{f'{x:.3g} ({x / least:.1f}x)':>24}" for x in values)
+            yield f"{name:24}{row}"
 
 
 def _child(given: argparse.Namespace) -> None:

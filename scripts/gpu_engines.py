@@ -144,7 +144,7 @@ def _check_drafts(case: Case, method: str, got: Sequence[Text], found: Found) ->
     same = rounds = 0
     for ours, theirs in zip(got, case.reference[1][method], strict=True):
         for before, drafts in ours.drafts.items():
-            if before in theirs.drafts and ours.tokens[:before] == theirs.tokens[:before]:
+            if theirs.drafts.get(before) and ours.tokens[:before] == theirs.tokens[:before]:
                 rounds += 1
                 same += drafts == theirs.drafts[before]
     share = same / max(1, rounds)

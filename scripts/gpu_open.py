@@ -13,6 +13,7 @@ from typing import Any
 from gpu_verdict import NotHere
 
 import specrun
+from specexport.trt.plans import DEFAULT_LEVEL
 from specrun.options import available_threads
 from specrun.plans import BACKENDS, PRODUCTS, Flavour, PlanSpec
 from specrun.probes import Gpu, find_gpus, try_provider, try_tensorrt
@@ -120,9 +121,12 @@ def by_engine(folder: Path, device: str, **options: Any) -> Iterator[specrun.Eng
         yield engine
 
 
-def with_plans(folder: Path, work: Path, flavour: Flavour, sm: int) -> Path:
+def with_plans(
+    folder: Path, work: Path, flavour: Flavour, sm: int, level: int = DEFAULT_LEVEL
+) -> Path:
     """The folder where it has plans for this GPU; else a copy of it in ``work``, with plans that
-    are built now. Raises EngineError, and NotHere where nothing can build here."""
+    are built now. ``level``: how long TensorRT looks for faster kernels. Raises EngineError, and
+    NotHere where nothing can build here."""
     from specrun.manifest import read
 
     engines = read(folder).engines.values()
@@ -135,7 +139,7 @@ def with_plans(folder: Path, work: Path, flavour: Flavour, sm: int) -> Path:
     made = work / f"{folder.parent.name}-{folder.name}-{flavour}"
     if not made.is_dir():
         shutil.copytree(folder, made)
-        build_folder(made, Asked(flavour, (sm,)))
+        build_folder(made, Asked(flavour, (sm,), level))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from specrun.plans import BACKENDS, Flavour
 from specrun.torch_verifier import NEEDED
 
 TRT_VARIANTS = ("trt-fp16", "trt-bf16", "trt-int8", "trt-int4")
+TINY_LEVEL = 1  # of TensorRT's builder for models whose speed does not matter
 DRAFTS_ALONE = ("plain", "prompt-lookup", "early-exit")  # methods without an engine that drafts
 
 
@@ -160,11 +162,14 @@ def tensorrt(place: Place, found: Found, flavour: Flavour, variant: str) -> None
     """Plans of every engine in one precision."""
     gpu = place.machine.gpu
     assert gpu is not None, "seen before the part was started"
-    for recipe, name in _each(place, (variant,)):
-        folder = with_plans(place.folder / recipe / name, place.work, flavour, gpu.sm)
+    recipes = [recipe for recipe, _ in _each(place, (variant,))]
+    build = partial(with_plans, work=place.work, flavour=flavour, sm=gpu.sm, level=TINY_LEVEL)
+    with ThreadPoolExecutor(len(recipes)) as pool:  # every plan is built by a process of its own
+        folders = list(pool.map(build, [place.folder / recipe / variant for recipe in recipes]))
+    for recipe, folder in zip(recipes, folders, strict=True):
         open_ = partial(by_engine, folder, BACKENDS[flavour])
-        gpu_engines.check(case_of(place, recipe, name), open_, found)
-        _check_limits(f"{recipe} {name}", open_, found)
+        gpu_engines.check(case_of(place, recipe, variant), open_, found)
+        _check_limits(f"{recipe} {variant}", open_, found)
 
 
 def _check_limits(

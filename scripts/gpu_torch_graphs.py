@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_torch_ops import INT4, OPERATORS, TYPES, unpack
+from gpu_torch_ops import INT4, ON_HOST, OPERATORS, TYPES, unpack
 from numpy.typing import NDArray
 
 from specrun import resources
@@ -116,7 +116,7 @@ class Program:
             name: self._load(value) if isinstance(value, dict) else value
             for name, value in node["attributes"].items()
         }
-        arguments = self._arguments(node["inputs"], values)
+        arguments = self._arguments(node, values)
         try:
             result = operator(*arguments, **attributes)
         except Exception as error:
@@ -125,12 +125,20 @@ class Program:
         results = [result] if isinstance(result, Tensor) else result
         values.update(zip(node["outputs"], results, strict=False))
 
-    def _arguments(self, names: Sequence[str], values: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """Inputs, all on the device where one is; sizes alone stay with the host."""
-        found = {n: values[n] if n in values else self.known[n] for n in names if n}
-        if any(x.device.type != "cpu" for x in found.values()):
-            found = {name: self._on_device(name, x) for name, x in found.items()}
-        return [found[name] if name else None for name in names]
+    def _arguments(
+        self, node: Mapping[str, Any], values: Mapping[str, Tensor]
+    ) -> list[Tensor | None]:
+        """Inputs, all on the device where one is; sizes and the like on the host."""
+        names, host = node["inputs"], ON_HOST.get(node["op"], ())
+        found = [(values[n] if n in values else self.known[n]) if n else None for n in names]
+        read = [x for i, x in enumerate(found) if x is not None and i not in host]
+        away = any(x.device.type != "cpu" for x in read)
+        for index, tensor in enumerate(found):
+            if tensor is not None and index in host:
+                found[index] = tensor.cpu()
+            elif tensor is not None and away:
+                found[index] = self._on_device(names[index], tensor)
+        return found
 
     def _on_device(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu" or name not in self.known:

@@ -236,6 +236,19 @@ def total(*parts: Tensor) -> Tensor:
     return result
 
 
+# Inputs that are sizes, axes and the like, by number: the host reads them.
+ON_HOST: dict[str, tuple[int, ...]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "Range": (0, 1, 2),
+    "ReduceSum": (1,),
+    "Reshape": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "TopK": (1,),
+    "Unsqueeze": (1,),
+}
 OPERATORS: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     "Add": torch.add,
     "And": torch.logical_and,

@@ -6,6 +6,7 @@ What a GPU computes, only the script itself can tell, on a machine that has one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -36,6 +37,9 @@ from onnx_plans import Workshop
 from specrun.drafters.mtp import MtpDrafter
 from specrun.kv import KvBuffers
 from specrun.probes import Gpu, Gpus, TensorRt
+
+# pytest's log handler would get every shape that torch traces, thousands of lines per export.
+logging.getLogger("torch.__trace").disabled = True
 
 RECIPE = "gemma4"  # a drafter that reads the target's KV, and a window
 CPU = Machine("cpu", None)
@@ -234,9 +238,8 @@ def test_a_step_that_writes_elsewhere(
 
 def test_processes_that_crash_or_hang(tmp_path: Path) -> None:
     python = [sys.executable, "-c"]
-    words, how = gpu_check._run(
-        [*python, "import os, sys; print('why', file=sys.stderr); os.abort()"], 60
-    )
+    aborts = "import os, sys; print('why', file=sys.stderr, flush=True); os.abort()"
+    words, how = gpu_check._run([*python, aborts], 60)
     assert (words, how) == ("why", "crashed with signal 6")
     _, how = gpu_check._run([*python, "import time; time.sleep(60)"], 1)
     assert how == "did not end within 1 seconds"
@@ -248,6 +251,14 @@ def test_processes_that_crash_or_hang(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_kit(run: Callable[..., Verdict], tmp_path: Path) -> None:
     (reason,) = run("onnxruntime cuda", tmp_path).reasons
     assert reason.startswith(f"ValueError: {tmp_path}: has no kit.json; make one with --prepare")
+
+
+def test_times_side_by_side() -> None:
+    one = Verdict("torch times", PASSED, figures={"1 rows ms": 2.0, "plain tokens/s": 400.0})
+    two = Verdict("tensorrt times", PASSED, figures={"1 rows ms": 0.5, "plain tokens/s": 900.0})
+    lines = [" ".join(line.split()) for line in gpu_check.table([one, two])]
+    assert lines[-2:] == ["torch tensorrt", "1 rows ms 2 (4.0x) 0.5 (1.0x)"]
+    assert "plain tokens/s: 900" in lines
 
 
 def test_parts_are_chosen_by_name() -> None:
@@ -275,7 +286,8 @@ def test_attention_over_rows_that_are_masked() -> None:
     random = np.random.default_rng(1)
     query, key, value = (random.normal(size=(1, h, r, 4)) for h, r in ((4, 2), (2, 5), (2, 5)))
     mask = np.arange(5) <= np.array([[2], [3]])
-    got = attention(*map(torch.from_numpy, (query, key, value)), torch.from_numpy(mask[None, None]))
+    tensors = [torch.from_numpy(array) for array in (query, key, value, mask[None, None])]
+    got = attention(tensors[0], tensors[1], tensors[2], tensors[3])
     for head in range(4):
         scores = np.where(mask, query[0, head] @ key[0, head // 2].T, -np.inf)
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
