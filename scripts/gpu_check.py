@@ -205,7 +205,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N",
-        help="with --prepare: plans of TensorRT-RTX for such GPUs too, 89 for example; repeatable",
+        help="with --prepare: plans of TensorRT-RTX for such GPUs too, 89 for example; repeatable,"
+        " some 250 MB each; without, they are built where they run",
     )
     add("--from", dest="folder", type=Path, metavar="DIR", help="a folder that --prepare made")
     add("--only", action="append", metavar="WORDS", help="parts whose names begin so; repeatable")

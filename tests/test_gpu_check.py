@@ -228,7 +228,7 @@ def test_a_step_that_writes_elsewhere(
     import gpu_torch_ops
 
     def wrong(past: Any, new: Any, start: Any, **attributes: Any) -> Any:
-        past[:, :, -1] = 1  # behind all rows that are valid
+        past[:, :, -1] += 1  # behind all rows that are valid
         return tensor_scatter(past, new, start, **attributes)
 
     monkeypatch.setitem(gpu_torch_ops.OPERATORS, "TensorScatter", wrong)
