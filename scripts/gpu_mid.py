@@ -68,7 +68,7 @@ def save(mid: Mid, folder: Path) -> tuple[Path, Path]:
         path = folder / name
         model: Any = transformers.LlamaForCausalLM(config)
         model.to(torch.float16).save_pretrained(path)
-        byte_tokenizer().save_pretrained(path)
+        byte_tokenizer(mid.vocabulary).save_pretrained(path)
         paths.append(path)
     return paths[0], paths[1]
 

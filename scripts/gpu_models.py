@@ -154,9 +154,9 @@ def save(name: str, folder: Path) -> Path:
     return path
 
 
-def byte_tokenizer() -> Any:
-    """A token per byte, for models of larger vocabularies."""
-    return _of_tests()[1].tokenizer()
+def byte_tokenizer(size: int) -> Any:
+    """A token per byte, and others up to ``size`` that no text holds."""
+    return _of_tests()[1].tokenizer(size)
 
 
 def _build(name: str) -> Any:

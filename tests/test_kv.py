@@ -26,6 +26,13 @@ def buffers(**options: Any) -> KvBuffers:
     return KvBuffers((LAYER,), DType.FLOAT32, **sizes)
 
 
+def test_a_version_counts_also_where_there_are_no_buffers() -> None:
+    """What PyTorch keeps beside them grows with the capacity too."""
+    kv = KvBuffers((), DType.FLOAT32, max_context=20, initial_capacity=4)
+    kv.reserve(5)
+    assert (kv.capacity, kv.version) == (8, 1)
+
+
 def test_start_small_and_double_up_to_the_context() -> None:
     kv = buffers()
     assert (kv.capacity, kv.length, kv.nbytes) == (4, 0, 2 * 4 * 2 * 4)

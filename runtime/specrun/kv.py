@@ -49,7 +49,7 @@ class KvBuffers:
         self.max_context = max_context
         self._fixed = fixed
         self.capacity = min(initial_capacity, max_context) if fixed is None else fixed.capacity
-        self.version = 0
+        self.version = -1  # before the first
         self.lengths: NDArray[np.int32] = np.zeros(batch, dtype=np.int32)
         self.buffers: dict[str, Buffer] = {}
         self.arrays: dict[str, NDArray[Any]] = {}
@@ -69,10 +69,9 @@ class KvBuffers:
                     buffer.copy_rows(self.buffers[name], lengths)
         hosts = {name: buffer.host for name, buffer in buffers.items()}
         arrays = {name: host for name, host in hosts.items() if host is not None}
-        version = self.version + (1 if self.buffers else 0)
         # In one step: runs that are prepared for a version rely on its buffers.
         self.buffers, self.arrays = buffers, arrays
-        self.capacity, self.version = capacity, version
+        self.capacity, self.version = capacity, self.version + 1
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows ``start .. stop - 1`` of a buffer; a view where it is the host's memory."""
