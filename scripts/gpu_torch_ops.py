@@ -79,6 +79,16 @@ def gather(table: Tensor, ids: Tensor, axis: int = 0) -> Tensor:
     return found.reshape(*table.shape[:axis], *ids.shape, *table.shape[axis + 1 :])
 
 
+def gather_nd(x: Tensor, ids: Tensor, batch_dims: int = 0) -> Tensor:
+    """``x[b, ids[b, n, 0], ids[b, n, 1], ...]``, with ``batch_dims`` axes in place of b."""
+    lead, count = x.shape[:batch_dims], ids.shape[-1]
+    flat = x.reshape(-1, *x.shape[batch_dims:])
+    wanted = ids.reshape(flat.shape[0], -1, count)
+    rows = torch.arange(flat.shape[0], device=x.device)[:, None]
+    found = flat[(rows, *wanted.unbind(-1))]
+    return found.reshape(*lead, *ids.shape[batch_dims:-1], *found.shape[2:])
+
+
 def expand(x: Tensor, shape: Tensor) -> Tensor:
     sizes: tuple[int, ...] = np.broadcast_shapes(tuple(x.shape), tuple(ints(shape)))
     return x.expand(sizes)
@@ -229,6 +239,13 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc" if whole else None)
 
 
+def largest(*parts: Tensor) -> Tensor:
+    result = parts[0]
+    for part in parts[1:]:
+        result = torch.maximum(result, part)
+    return result
+
+
 def total(*parts: Tensor) -> Tensor:
     result = parts[0]
     for part in parts[1:]:
@@ -241,6 +258,7 @@ ON_HOST: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
     "Range": (0, 1, 2),
+    "ReduceMax": (1,),
     "ReduceSum": (1,),
     "Reshape": (1,),
     "Slice": (1, 2, 3, 4),
@@ -264,17 +282,20 @@ OPERATORS: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     "Expand": expand,
     "Gather": gather,
     "GatherElements": lambda x, ids, axis=0: x.gather(axis, ids),
+    "GatherND": gather_nd,
     "Gelu": lambda x, approximate="none": torch.nn.functional.gelu(x, approximate=approximate),
     "Gemm": gemm,
     "Greater": torch.gt,
     "Identity": lambda x: x,
     "LessOrEqual": torch.le,
     "MatMul": torch.matmul,
+    "Max": largest,
     "Mul": torch.mul,
     "Neg": torch.neg,
     "Not": torch.logical_not,
     "RMSNormalization": rms_normalization,
     "Range": range_,
+    "ReduceMax": lambda x, axes, keepdims=1: x.amax(tuple(ints(axes)), keepdim=bool(keepdims)),
     "ReduceSum": reduce_sum,
     "Reshape": reshape,
     "RotaryEmbedding": rotary_embedding,

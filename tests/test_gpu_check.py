@@ -30,7 +30,7 @@ import torch
 from fake_gpu import Gpu as FakeGpu
 from gpu_open import Machine
 from gpu_parts import PARTS, Place
-from gpu_torch_ops import attention, dequantize_linear, tensor_scatter, unpack
+from gpu_torch_ops import attention, dequantize_linear, gather_nd, tensor_scatter, unpack
 from gpu_verdict import FAILED, NOT_HERE, PASSED, Verdict
 from onnx_plans import Workshop
 
@@ -293,6 +293,13 @@ def test_attention_over_rows_that_are_masked() -> None:
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
         want = weights @ value[0, head // 2]
         np.testing.assert_allclose(got[0, head].numpy(), want, rtol=1e-6)
+
+
+def test_values_by_their_places() -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    ids = torch.tensor([[[3], [0], [1]], [[2], [2], [0]]])
+    assert gather_nd(x, ids, batch_dims=2).tolist() == [[3, 4, 9], [14, 18, 20]]
+    assert gather_nd(x, torch.tensor([[1, 2]])).tolist() == [[20, 21, 22, 23]]
 
 
 def test_rows_are_written_in_place() -> None:
