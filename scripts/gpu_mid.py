@@ -75,10 +75,8 @@ def save(mid: Mid, folder: Path) -> tuple[Path, Path]:
 
 def prepare(mid: Mid, folder: Path) -> None:
     """Export it in both dialects, without its weights, and with what ONNX Runtime says of it."""
-    import gpu_observe
     import gpu_programs
 
-    import specrun
     from specexport import exporter
     from specexport.options import ExportOptions
     from specexport.sources import resolve
@@ -92,14 +90,24 @@ def prepare(mid: Mid, folder: Path) -> None:
             exporter.export(target, [draft], made, options)
             empty(made)
     gpu_programs.write(home / "trt-fp16", gpu_kit.programs_path(folder, RECIPE, "trt-fp16"))
-    restored = restore(home / "ort-fp16", home / "restored")
-    with specrun.load(restored, verify="engine") as engine:
-        said = gpu_observe.logits(engine.target, mid.vocabulary, mid.long)
-    columns = {name: values[:, :: mid.every].astype(np.float16) for name, values in said.items()}
-    path = gpu_kit.reference_path(folder, RECIPE, "ort-fp16")
-    gpu_observe.write(path, columns, {})
+    for variant in MID_VARIANTS:
+        _refer(mid, folder, variant)
     (home / "mid.json").write_text(json.dumps(vars(mid)), encoding="utf-8")
-    shutil.rmtree(restored)
+
+
+def _refer(mid: Mid, folder: Path, variant: str) -> None:
+    """Some columns of what ONNX Runtime says on the CPU. The places in the data file, and so the
+    weights, are others in each dialect."""
+    import gpu_observe
+
+    import specrun
+
+    with tempfile.TemporaryDirectory() as place:
+        restored = restore(folder / RECIPE / variant, Path(place, "engines"))
+        with specrun.load(restored, verify="engine") as engine:
+            said = gpu_observe.logits(engine.target, mid.vocabulary, mid.long)
+    columns = {name: values[:, :: mid.every].astype(np.float16) for name, values in said.items()}
+    gpu_observe.write(gpu_kit.reference_path(folder, RECIPE, variant), columns, {})
 
 
 def empty(folder: Path) -> None:

@@ -196,14 +196,14 @@ def times_of_torch(place: Place, found: Found) -> None:
     check_torch(place.device)
     folder = gpu_timing.folder_of(place.folder, "trt-fp16", place.work)
     programs = gpu_kit.programs_path(place.folder, gpu_mid.RECIPE, "trt-fp16")
-    _time(place, partial(by_torch, folder, programs), place.device, found)
+    _time(place, "trt-fp16", partial(by_torch, folder, programs), place.device, found)
 
 
 def times_of_onnxruntime(place: Place, found: Found) -> None:
     """The model of middle size in the dialect of ONNX Runtime."""
     check_onnxruntime(place.device)
     folder = gpu_timing.folder_of(place.folder, "ort-fp16", place.work)
-    _time(place, partial(by_engine, folder), place.device, found)
+    _time(place, "ort-fp16", partial(by_engine, folder), place.device, found)
 
 
 def times_of_tensorrt(place: Place, found: Found, flavour: Flavour) -> None:
@@ -212,11 +212,11 @@ def times_of_tensorrt(place: Place, found: Found, flavour: Flavour) -> None:
     assert gpu is not None, "seen before the part was started"
     folder = gpu_timing.folder_of(place.folder, "trt-fp16", place.work)
     folder = with_plans(folder, place.work, flavour, gpu.sm)
-    _time(place, partial(by_engine, folder), BACKENDS[flavour], found)
+    _time(place, "trt-fp16", partial(by_engine, folder), BACKENDS[flavour], found)
 
 
-def _time(place: Place, open_: gpu_timing.Open, device: str, found: Found) -> None:
-    reference = gpu_kit.reference_path(place.folder, gpu_mid.RECIPE, "ort-fp16")
+def _time(place: Place, variant: str, open_: gpu_timing.Open, device: str, found: Found) -> None:
+    reference = gpu_kit.reference_path(place.folder, gpu_mid.RECIPE, variant)
     gpu_timing.check(place.folder, reference, open_, device, place.kit.tolerances["fp16"], found)
 
 
