@@ -32,6 +32,8 @@ from specrun.plans import PlanSpec, ProfileSpec
 
 FUNCTION = "onnx"
 FLAVOUR = "tensorrt_rtx"
+RTX = "tensorrt-rtx"
+PROVIDER = "TensorRT-RTX 1.7.1.116 (SM 86)"
 KNOWN = (75, 80, 86, 89)  # compute capabilities
 
 
