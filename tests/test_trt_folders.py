@@ -152,7 +152,7 @@ def test_blocks_that_the_plans_do_not_take(
 ) -> None:
     for name in ("gemma4", "llama"):
         folder = planned(name, rows=ROWS, drafts=DRAFTS)
-        with pytest.raises(UsageError, match="exact_width: .* at most 6 rows, got 8") as caught:
+        with pytest.raises(UsageError, match=r"exact_width: .* at most 6 rows, got 8") as caught:
             on_gpu(folder, exact=True, exact_width=8)
         assert "give 6 or less" in str(caught.value.hint)
         on_gpu(folder, exact=True, exact_width=6, max_context=60)
@@ -258,7 +258,7 @@ def test_strict_refuses_pytorch(
     with monkeypatch.context() as patch:
         Fault(patch, gpu, 2)
         stream = engine.stream(PROMPT, strict=True, **GREEDY)
-        with pytest.raises(EngineError, match="the target's engine failed: .*planted"):
+        with pytest.raises(EngineError, match=r"the target's engine failed: .*planted"):
             list(stream)
     assert len(engine.generate(PROMPT, strict=True, **GREEDY).tokens) == 20  # the fault is gone
 

@@ -188,7 +188,8 @@ def _described(where: Path, made: Manifest, done: BuildManifest) -> Manifest:
 
 
 def _plans_of(name: str, built: Sequence[Built]) -> list[PlanSpec]:
-    return [one.spec for one in built if one.spec.file.rpartition(".sm")[0] == name]
+    own = [one.spec for one in built if one.spec.file.rpartition(".sm")[0] == name]
+    return sorted(own, key=lambda plan: plan.compute_capability)
 
 
 def _is_plan(entry: FileEntry, made: Manifest) -> bool:
