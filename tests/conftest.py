@@ -166,7 +166,7 @@ def on_gpu(gpu: Gpu) -> Iterator[Callable[..., specrun.Engine]]:
     engines: list[specrun.Engine] = []
 
     def make(folder: Path, **options: Any) -> specrun.Engine:
-        given = {"threads": 1, "device": "tensorrt-rtx"} | options
+        given: dict[str, Any] = {"threads": 1, "device": "tensorrt-rtx"} | options
         engines.append(specrun.load(folder, **given))
         return engines[-1]
 

@@ -14,13 +14,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+from click.testing import CliRunner
 from fake_cuda import Error
 from fake_gpu import Gpu
-from onnx_plans import PROVIDER, RTX
-from small_vocabulary import CONTEXT, FOLDERS, METHODS, PAIRS, PROMPT
+from onnx_plans import PROVIDER, RTX, Workshop
+from small_vocabulary import CONTEXT, ENGINES, FOLDERS, METHODS, PAIRS, PROMPT
 
 import specrun
 from specrun import resources
+from specrun.cli import main
 from specrun.contract import TARGET_ENGINES
 from specrun.errors import ContextFull, EngineError, UsageError
 from specrun.options import GenerateOptions
@@ -36,7 +38,7 @@ OTHER_PAIRS = sorted(PAIRS.keys() - FOLDERS.keys())
 
 def same_tokens(engine: specrun.Engine, other: specrun.Engine, method: str, **options: Any) -> None:
     """The first engine is on the GPU, and does what the other one does."""
-    given = {"method": method, "strict": True, "num_assistant_tokens": 3} | options
+    given: dict[str, Any] = {"method": method, "strict": True, "num_assistant_tokens": 3} | options
     if method == "plain":
         del given["num_assistant_tokens"]
     got, want = (one.generate(LONG_PROMPT, **given) for one in (engine, other))
@@ -73,13 +75,13 @@ def test_the_same_tokens_of_every_pair(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_small_plans_and_many_drafts(
-    planned: Callable[..., Path], on_gpu: OpenEngine, method: str
+    planned: Callable[..., Path], on_gpu: OpenEngine, method: Any
 ) -> None:
     """A prompt is read in chunks and a proposal cut to what the profiles take."""
     folder = planned(METHODS[method], rows=ROWS, drafts=DRAFTS)
     engine, other = on_gpu(folder), specrun.load(folder, threads=1)
     for options in (GREEDY, SAMPLED):
-        asked = {} if method == "plain" else {"num_assistant_tokens": 8}
+        asked: dict[str, Any] = {} if method == "plain" else {"num_assistant_tokens": 8}
         got, want = (
             one.generate(LONG_PROMPT, method=method, strict=True, **asked, **options)
             for one in (engine, other)
@@ -145,6 +147,63 @@ def test_exact_mode(
     got = engine.generate(LONG_PROMPT, method=method, strict=True, logprobs=3, **GREEDY)
     assert got.tokens == plain.tokens and got.logprobs == plain.logprobs
     assert got.stats.exact_width == 8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_runs_that_tensorrt_replays(
+    trt_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: Any,
+) -> None:
+    """Full TensorRT has no CUDA graphs of its own; ours read what is there when they start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, source = tmp_path / "engines", trt_folder(METHODS[method]) / ENGINES
+    Workshop(monkeypatch, "tensorrt").with_plans(source, folder)
+    gpu = Gpu.installed(monkeypatch, "tensorrt")
+    given: dict[str, Any] = {"exact": True, "exact_width": 8}
+    with specrun.load(folder, device="cpu", **given) as engine:
+        want = engine.generate(LONG_PROMPT, method="plain", **GREEDY)
+    with specrun.load(folder, device="tensorrt", cuda_graph=True, **given) as engine:
+        got = engine.generate(LONG_PROMPT, method=method, strict=True, **GREEDY)
+        assert got.tokens == want.tokens
+        assert got.stats.provider == "TensorRT 10.15.1.29 (SM 86)"
+    assert gpu.cuda.calls.count("cudaGraphLaunch") > 3
+    gpu.cuda.check_clean()
+
+
+@pytest.mark.usefixtures("stands_in")
+def test_pytorch_verifies_for_a_drafter_on_the_gpu(
+    planned: Callable[..., Path], trt_folder: Callable[[str], Path], on_gpu: OpenEngine
+) -> None:
+    """The rows that the drafter reads are copied to the GPU."""
+    folder, checkpoint = planned("gemma4"), str(trt_folder("gemma4") / "gemma4")
+    want = on_gpu(folder).generate(LONG_PROMPT, method="mtp-drafter", strict=True, **GREEDY)
+    engine = on_gpu(folder, verify="torch", target=checkpoint)
+    got = engine.generate(LONG_PROMPT, method="mtp-drafter", strict=True, **GREEDY)
+    assert got.tokens == want.tokens and got.stats.verifier == "torch"
+    assert got.stats.accepted_by_round == want.stats.accepted_by_round
+    assert got.stats.providers["mtp_drafter"] == PROVIDER
+
+
+def test_commands(planned: Callable[..., Path], gpu: Gpu, tmp_path: Path) -> None:
+    """Running, measuring and tuning take the device."""
+    folder = planned("gemma4")
+    run = ["run", str(folder), "--device", RTX, "--prompt", "abcabcab", "--max-new-tokens", "8"]
+    text = tmp_path / "text.txt"
+    text.write_text("abcabcab", encoding="utf-8")
+    bench = ["bench", str(folder), "--device", RTX, "--prompt-file", str(text)]
+    for arguments in (
+        [*run, "--json"],
+        [*bench, "--method", "mtp-drafter", "-n", "6", "--rounds", "1", "--json"],
+        ["tune", str(folder), "--device", RTX, "--json"],
+    ):
+        gpu.cuda.calls.clear()
+        said = CliRunner().invoke(main, arguments)
+        assert said.exit_code == 0, said.output
+        assert RTX in said.stdout or PROVIDER in said.stdout
+        assert gpu.cuda.calls.count("cudaStreamSynchronize") > 8
+        gpu.cuda.check_clean()
 
 
 def test_blocks_that_the_plans_do_not_take(
