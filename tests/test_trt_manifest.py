@@ -116,6 +116,24 @@ def test_the_onnxruntime_that_an_engine_requires(
     assert on_gpu(folder).generate(PROMPT, **OPTIONS).stats.provider == PROVIDER
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"opset": 25}, "must be of opset 25 and IR version 11, is of opset 24 and IR version 11"),
+        ({"ir_version": 9}, "must be of opset 24 and IR version 9, is of opset 24 and IR version"),
+    ],
+)
+def test_versions_of_onnx_that_a_graph_has_not(
+    planned: Callable[..., Path], on_gpu: OpenEngine, change: Any, message: str
+) -> None:
+    folder = planned("gemma4")
+    edit(folder, lambda data: data["engines"]["target"]["requires"].update(change))
+    with pytest.raises(EngineError, match=rf"target\.onnx: {message}") as caught:
+        specrun.load(folder, verify="engine")
+    assert caught.value.hint == manifests.REEXPORT
+    assert on_gpu(folder).generate(PROMPT, **OPTIONS).stats.provider == PROVIDER
+
+
 REFUSED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     (
         r"engines\.target\.plans\[0\]: version must be numbers and dots, got 'newest'",
