@@ -102,12 +102,14 @@ def exported_pair(once: Callable[..., Path]) -> Callable[..., Exported]:
 
 @pytest.fixture
 def small_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
-    """``small_folder(name)``: the checkpoints and engines of one of small_vocabulary.FOLDERS."""
+    """``small_folder(name)``: the checkpoints and engines of one of small_vocabulary.FOLDERS, or
+    else of PAIRS."""
     import small_vocabulary
 
     def make(name: str) -> Path:
         def export(path: Path) -> None:
-            small_vocabulary.export(small_vocabulary.FOLDERS[name], path, check=False)
+            pair = (small_vocabulary.PAIRS | small_vocabulary.FOLDERS)[name]
+            small_vocabulary.export(pair, path, check=False)
 
         return once(f"small-vocabulary-{name}", export)
 

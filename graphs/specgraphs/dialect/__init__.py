@@ -11,7 +11,7 @@ from onnx_ir.passes import common
 
 from specgraphs.dialect import integers
 from specgraphs.dialect.attention import FixedAttention
-from specgraphs.dialect.sizes import FixedCapacity, WantedRowsAsInput
+from specgraphs.dialect.sizes import BatchFromLengths, FixedCapacity, WantedRowsAsInput
 from specgraphs.dialect.standard import CONTRIB, StandardOperators
 from specgraphs.dialect.unroll import UnrollDrafts
 from specgraphs.engine_graph import EngineGraph
@@ -36,6 +36,7 @@ def apply(graph: EngineGraph, *, capacity: int, drafts: int | None) -> None:
     FixedAttention(capacity)(model)
     StandardOperators()(model)
     integers.apply(graph)
+    BatchFromLengths()(model)
     FixedCapacity(capacity)(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)

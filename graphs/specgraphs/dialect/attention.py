@@ -22,6 +22,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 
+from specgraphs.dialect.sizes import is_buffer
 from specgraphs.nodes import Nodes, replace
 from specrun import contract
 
@@ -54,7 +55,7 @@ class FixedAttention(InPlacePass):
         found = [node for node in graph if node.op_type == "GroupQueryAttention"]
         for node in found:
             _Attention(node, masks).rewrite()
-        latent = [node for node in graph if node.op_type == "ScatterND" and _buffer(node)]
+        latent = [n for n in graph if n.op_type == "ScatterND" and is_buffer(n.inputs[0])]
         for node in latent:
             self._write_latent(node)
         return PassResult(model, bool(found or latent))
@@ -83,11 +84,6 @@ def _everywhere(total: ir.Value | None, capacity: int) -> None:
     graph = _graph(producer)
     graph.insert_before(graph[0], nodes.nodes)
     total.replace_all_uses_with(fixed)
-
-
-def _buffer(node: ir.Node) -> bool:
-    first = node.inputs[0]
-    return first is not None and (first.name or "").startswith("past.")
 
 
 def _graph(node: ir.Node | None) -> ir.Graph:

@@ -56,6 +56,35 @@ def _drop_readers(graph: ir.Graph, first: ir.Value) -> None:
     graph.remove(readers, safe=True)
 
 
+class BatchFromLengths(InPlacePass):
+    """Whoever asks a KV buffer for the number of sequences asks ``past_length``.
+
+    Case 1: ``Shape(past.N.part)`` from axis 0 to 1. TensorRT wants nobody but the node that writes
+    a buffer to look at it. Case 2: another Shape: it stays.
+    """
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        lengths = next((v for v in graph.inputs if v.name == contract.PAST_LENGTH), None)
+        modified = False
+        for node in graph.all_nodes():
+            of_buffer = node.op_type == "Shape" and is_buffer(node.inputs[0])
+            if lengths is not None and of_buffer and _axes(node) == (0, 1):
+                node.replace_input_with(0, lengths)
+                modified = True
+        return PassResult(model, modified)
+
+
+def is_buffer(value: ir.Value | None) -> bool:
+    """Whether a value is a KV buffer that an engine is given."""
+    return value is not None and value.is_graph_input() and (value.name or "").startswith("past.")
+
+
+def _axes(node: ir.Node) -> tuple[int, int | None]:
+    start = node.attributes["start"].as_int() if "start" in node.attributes else 0
+    return start, node.attributes["end"].as_int() if "end" in node.attributes else None
+
+
 class FixedCapacity(InPlacePass):
     """KV buffers of ``capacity`` rows, among inputs and outputs.
 
