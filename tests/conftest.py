@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import specrun
 if TYPE_CHECKING:
     from exported import Exported, Pair
     from fake_gpu import Gpu
+    from onnx_plans import Workshop
 
     from specrun.manifest import Precision
 
@@ -135,6 +137,47 @@ def trt_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
         return once(f"small-vocabulary-trt-{name}", export)
 
     return make
+
+
+@pytest.fixture
+def workshop(monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """Builds plans of the fake TensorRT."""
+    from onnx_plans import Workshop
+
+    return Workshop(monkeypatch)
+
+
+@pytest.fixture
+def planned(
+    trt_folder: Callable[[str], Path], workshop: Workshop, tmp_path: Path
+) -> Callable[..., Path]:
+    """``planned(name, rows=None, drafts=None)``: a copy of a small folder with plans for SM 86."""
+
+    def make(name: str, **sizes: int) -> Path:
+        out = tmp_path / "-".join(map(str, ("planned", name, *sizes.values())))
+        if not out.exists():
+            workshop.with_plans(trt_folder(name) / "engines", out, **sizes)
+        return out
+
+    return make
+
+
+@pytest.fixture
+def on_gpu(gpu: Gpu) -> Iterator[Callable[..., specrun.Engine]]:
+    """``on_gpu(folder, **engine_options)``: opened on the GPU, where nothing is left in the end."""
+    engines: list[specrun.Engine] = []
+
+    def make(folder: Path, **options: Any) -> specrun.Engine:
+        given: dict[str, Any] = {"threads": 1, "device": "tensorrt-rtx"} | options
+        engines.append(specrun.load(folder, **given))
+        return engines[-1]
+
+    yield make
+    while engines:
+        engines.pop().close()
+    gc.collect()  # what pytest.raises kept
+    if not gpu.cuda.broken:
+        gpu.cuda.check_clean()
 
 
 @pytest.fixture
