@@ -1,0 +1,113 @@
+"""Traces that tests share: equal ones only, and none while what makes them is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+import traces
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from specgraphs import trace as tracing
+from specgraphs.trace import export
+
+SIZE = 4
+
+
+class Scaled(torch.nn.Module):
+    """One layer, and whatever a test wants of it."""
+
+    def __init__(self, *, factor: float = 2.0, values: float = 1.0, size: int = SIZE) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(size, SIZE)
+        self.register_buffer("scale", torch.full((SIZE,), values))
+        self.factor = factor
+        self.scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale * self.factor
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> traces.Traces:
+    """Traces of this test alone."""
+    given = torch.onnx.export
+    real = given.trace if isinstance(given, traces.Traces) else given
+    made = traces.Traces(real, tmp_path)
+    monkeypatch.setattr(torch.onnx, "export", made)
+    return made
+
+
+def traced(module: torch.nn.Module, *, rows: int = 3, name: str = "out") -> ir.Model:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                with mode:
+                    part._parameters[key] = torch.nn.Parameter(torch.empty_like(parameter))
+    first = next(module.parameters())
+    with mode:
+        x = torch.zeros(rows, first.shape[1], dtype=first.dtype)
+    return export(module, (x,), (None,), mode=mode, input_names=["x"], output_names=[name])
+
+
+def text(model: ir.Model) -> list[str]:
+    return [str(node) for node in model.graph.all_nodes()]
+
+
+def test_equal_modules_are_traced_once(shared: traces.Traces) -> None:
+    first, second = traced(Scaled()), traced(Scaled())
+    assert shared.made == 1
+    assert first is not second and text(first) == text(second)
+    assert len(text(first)) > 1 and set(first.graph.initializers) == set(second.graph.initializers)
+    first.graph.remove(list(first.graph), safe=False)  # what a pass does with one is its own
+    assert text(traced(Scaled())) == text(second)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: traced(Scaled(factor=3.0)),
+        lambda: traced(Scaled(values=2.0)),
+        lambda: traced(Scaled(size=SIZE + 1)),
+        lambda: traced(Scaled().half()),
+        lambda: traced(Scaled(), rows=4),
+        lambda: traced(Scaled(), name="other"),
+        lambda: traced(torch.nn.Sequential(Scaled())),
+    ],
+    ids=["attribute", "buffer", "shape", "dtype", "input", "name", "class"],
+)
+def test_what_differs_is_traced_anew(shared: traces.Traces, other: Callable[[], Any]) -> None:
+    traced(Scaled())
+    other()
+    assert shared.made == 2
+
+
+def test_another_forward_is_traced_anew(shared: traces.Traces) -> None:
+    traced(Scaled())
+    module = Scaled()
+    module.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert any("Add" in line for line in text(traced(module)))
+    assert shared.made == 2
+
+
+def test_nothing_is_shared_while_our_code_is_patched(
+    shared: traces.Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced(Scaled())
+    monkeypatch.setattr(tracing.KvInputs, "__eq__", None)
+    traced(Scaled())
+    traced(Scaled())
+    assert shared.made == 3
+
+
+def test_of_the_unknown_nothing_is_shared(shared: traces.Traces) -> None:
+    for _ in range(2):
+        module = Scaled()
+        module.unknown = object()
+        traced(module)
+    assert shared.made == 2
