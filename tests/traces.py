@@ -14,6 +14,7 @@ import enum
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import pkgutil
 import types
@@ -86,6 +87,8 @@ class Traces:
 
 def install(folder: Path) -> None:
     """Share the traces of this process with all that have the same folder."""
+    # pytest's log handler would get every shape that is traced, thousands of lines per export.
+    logging.getLogger("torch.__trace").disabled = True
     if not isinstance(torch.onnx.export, Traces):
         folder.mkdir(exist_ok=True)
         torch.onnx.export = Traces(torch.onnx.export, folder)  # type: ignore[assignment]
