@@ -30,7 +30,8 @@ class Scaled(torch.nn.Module):
         self.scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.scale * self.factor
+        scaled: torch.Tensor = self.layer(x) * self.scale * self.factor
+        return scaled
 
 
 def nothing(*_: Any, **__: Any) -> traces.Program:
@@ -120,9 +121,18 @@ def test_nothing_is_shared_while_our_code_is_patched(
     assert shared.made == 3
 
 
+def test_another_forward_is_traced_anew(
+    shared: traces.Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced(Scaled())
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
+    traced(Scaled())
+    assert shared.made == 2
+
+
 def test_of_the_unknown_nothing_is_shared(shared: traces.Traces) -> None:
     for _ in range(2):
         module = Scaled()
-        module.unknown = object()
+        vars(module)["unknown"] = object()
         traced(module)
     assert shared.made == 2

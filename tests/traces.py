@@ -14,6 +14,7 @@ import enum
 import functools
 import hashlib
 import importlib
+import inspect
 import logging
 import os
 import pkgutil
@@ -66,8 +67,9 @@ class Traces:
             return self._anew(*args, **options)
         file = self.folder / f"{key}.onnx"
         if not file.exists():
+            program = self._anew(*args, **options)
             with unset_fake_temporarily():
-                write(self._anew(*args, **options).model, file)
+                write(program.model, file)
         return Program(read(file))
 
     def _anew(self, *args: Any, **options: Any) -> Any:
@@ -91,7 +93,7 @@ def install(folder: Path) -> None:
     logging.getLogger("torch.__trace").disabled = True
     if not isinstance(torch.onnx.export, Traces):
         folder.mkdir(exist_ok=True)
-        torch.onnx.export = Traces(torch.onnx.export, folder)  # type: ignore[assignment]
+        torch.onnx.export = Traces(torch.onnx.export, folder)
 
 
 @contextlib.contextmanager
@@ -111,8 +113,9 @@ def write(model: ir.Model, file: Path) -> None:
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is not None and isinstance(tensor.raw, FakeTensor):
+            shape = ir.Shape(list(tensor.raw.shape))
             value.const_value = ir.ExternalTensor(
-                "none", 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name
+                "none", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name
             )
     for counter in COUNTERS:
         model.metadata_props[counter] = str(getattr(model.graph._name_authority, counter))
@@ -123,7 +126,7 @@ def write(model: ir.Model, file: Path) -> None:
 
 def read(file: Path) -> ir.Model:
     """A model that gives further nodes the names that the one in ``file`` would have given."""
-    model = ir.from_proto(onnx.load(file, load_external_data=False))
+    model: ir.Model = ir.from_proto(onnx.load(file, load_external_data=False))
     for counter in COUNTERS:
         setattr(model.graph._name_authority, counter, int(model.metadata_props.pop(counter)))
     return model
@@ -204,7 +207,13 @@ class Fields:
             return [self.of(value.func), self.of(value.args), self.of(value.keywords)]
         if not _told_by_fields(value):
             raise Unknown(type(value))
-        return [type(value), self.of(fields_of(value))]
+        forward = _forward(value) if isinstance(value, torch.nn.Module) else ()
+        return [type(value), *forward, self.of(fields_of(value))]
+
+
+def _forward(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The code of the class, which a test may have replaced."""
+    return _source(inspect.unwrap(type(module).forward).__code__)
 
 
 def _source(code: types.CodeType) -> tuple[Any, ...]:
@@ -217,7 +226,8 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def _is_frozen(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen
+    parameters = getattr(value, "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
 
 
 def _told_by_fields(value: Any) -> bool:
