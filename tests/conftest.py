@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,30 @@ if TYPE_CHECKING:
     from onnx_plans import Workshop
 
     from specrun.manifest import Precision
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_traces(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Equal traces of tiny models are made once, where a module of tests loads what makes them."""
+    if "torch" in sys.modules:
+        import traces
+
+        traces.install(shared_root(tmp_path_factory) / "traces")
+
+
+def shared_root(factory: pytest.TempPathFactory) -> Path:
+    """The folder of this run of the tests, the same one for all workers of pytest-xdist."""
+    root = factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+@pytest.fixture
+def traced_anew() -> Iterator[None]:
+    """For tests of the trace itself: none is taken from an earlier one."""
+    import traces
+
+    with traces.anew():
+        yield
 
 
 @pytest.fixture
@@ -69,8 +94,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     Workers of pytest-xdist share it, whoever comes first makes it. Nobody changes it afterwards.
     """
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    root = shared_root(tmp_path_factory)
 
     def make_once(name: str, make: Callable[[Path], object]) -> Path:
         folder = root / f"once-{name}"
