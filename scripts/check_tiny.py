@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 import specrun
 from specexport import exporter, tokenizer_files
+from specexport.options import ExportOptions
 from specexport.sources import resolve_pair
 from specrun.options import SCHEDULES
 from specrun.stats import Stats
@@ -90,9 +91,9 @@ def settings() -> Iterator[Setting]:
                 yield Setting(method, schedule, k)
 
 
-def export(folder: Path) -> Path:
+def export(folder: Path, **options: Any) -> Path:
     """The preset as an engine folder, compared with transformers on the way."""
-    exporter.export(*resolve_pair(PRESET), folder)
+    exporter.export(*resolve_pair(PRESET), folder, ExportOptions(**options))
     return folder
 
 

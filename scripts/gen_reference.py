@@ -21,7 +21,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN = "<!-- reference: written by scripts/gen_reference.py -->"
 END = "<!-- reference: end -->"
 COMMANDS = (
-    (specexport, "specexport", ("export", "plan", "check", "presets")),
+    (specexport, "specexport", ("export", "plan", "build", "check", "presets")),
     (specrun, "specrun", ("run", "tune", "bench", "inspect", "doctor")),
 )
 WIDTH = 100  # characters per line of help

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,33 @@ import specrun
 if TYPE_CHECKING:
     from exported import Exported, Pair
     from fake_gpu import Gpu
+    from onnx_plans import Workshop
 
     from specrun.manifest import Precision
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_traces(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Equal traces of tiny models are made once, where a module of tests loads what makes them."""
+    if "torch" in sys.modules:
+        import traces
+
+        traces.install(shared_root(tmp_path_factory) / "traces")
+
+
+def shared_root(factory: pytest.TempPathFactory) -> Path:
+    """The folder of this run of the tests, the same one for all workers of pytest-xdist."""
+    root = factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+@pytest.fixture
+def traced_anew() -> Iterator[None]:
+    """For tests of the trace itself: none is taken from an earlier one."""
+    import traces
+
+    with traces.anew():
+        yield
 
 
 @pytest.fixture
@@ -67,8 +94,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     Workers of pytest-xdist share it, whoever comes first makes it. Nobody changes it afterwards.
     """
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    root = shared_root(tmp_path_factory)
 
     def make_once(name: str, make: Callable[[Path], object]) -> Path:
         folder = root / f"once-{name}"
@@ -100,12 +126,14 @@ def exported_pair(once: Callable[..., Path]) -> Callable[..., Exported]:
 
 @pytest.fixture
 def small_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
-    """``small_folder(name)``: the checkpoints and engines of one of small_vocabulary.FOLDERS."""
+    """``small_folder(name)``: the checkpoints and engines of one of small_vocabulary.FOLDERS, or
+    else of PAIRS."""
     import small_vocabulary
 
     def make(name: str) -> Path:
         def export(path: Path) -> None:
-            small_vocabulary.export(small_vocabulary.FOLDERS[name], path, check=False)
+            pair = (small_vocabulary.PAIRS | small_vocabulary.FOLDERS)[name]
+            small_vocabulary.export(pair, path, check=False)
 
         return once(f"small-vocabulary-{name}", export)
 
@@ -133,6 +161,47 @@ def trt_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
         return once(f"small-vocabulary-trt-{name}", export)
 
     return make
+
+
+@pytest.fixture
+def workshop(monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """Builds plans of the fake TensorRT."""
+    from onnx_plans import Workshop
+
+    return Workshop(monkeypatch)
+
+
+@pytest.fixture
+def planned(
+    trt_folder: Callable[[str], Path], workshop: Workshop, tmp_path: Path
+) -> Callable[..., Path]:
+    """``planned(name, rows=None, drafts=None)``: a copy of a small folder with plans for SM 86."""
+
+    def make(name: str, **sizes: int) -> Path:
+        out = tmp_path / "-".join(map(str, ("planned", name, *sizes.values())))
+        if not out.exists():
+            workshop.with_plans(trt_folder(name) / "engines", out, **sizes)
+        return out
+
+    return make
+
+
+@pytest.fixture
+def on_gpu(gpu: Gpu) -> Iterator[Callable[..., specrun.Engine]]:
+    """``on_gpu(folder, **engine_options)``: opened on the GPU, where nothing is left in the end."""
+    engines: list[specrun.Engine] = []
+
+    def make(folder: Path, **options: Any) -> specrun.Engine:
+        given: dict[str, Any] = {"threads": 1, "device": "tensorrt-rtx"} | options
+        engines.append(specrun.load(folder, **given))
+        return engines[-1]
+
+    yield make
+    while engines:
+        engines.pop().close()
+    gc.collect()  # what pytest.raises kept
+    if not gpu.cuda.broken:
+        gpu.cuda.check_clean()
 
 
 @pytest.fixture

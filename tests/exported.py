@@ -6,7 +6,6 @@ The reference is the model as built by code, never what was exported.
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ from specrun.contract import Role
 from specrun.manifest import EngineSpec, Manifest, Precision
 from specrun.ort import OrtSession, open_session
 from specrun.target import Target
-
-# pytest's log handler would get every shape that torch traces, thousands of lines per export.
-logging.getLogger("torch.__trace").disabled = True
 
 TIE = 1e-4  # two tokens tie where transformers' own logits are this close
 NUM_DRAFT = 8

@@ -28,10 +28,11 @@ from specexport.trt.plans import BuildSettings, Built, made_from
 from specrun import manifest as manifests
 from specrun.contract import Part, TensorSpec, past, present
 from specrun.manifest import Manifest
-from specrun.plans import PlanSpec, ProfileSpec
+from specrun.plans import Flavour, PlanSpec, ProfileSpec
 
 FUNCTION = "onnx"
-FLAVOUR = "tensorrt_rtx"
+RTX = "tensorrt-rtx"
+PROVIDER = "TensorRT-RTX 1.7.1.116 (SM 86)"
 KNOWN = (75, 80, 86, 89)  # compute capabilities
 
 
@@ -86,10 +87,10 @@ class Builder:
         partial = out_path.with_name(f".{out_path.name}.new")
         partial.write_bytes(blob)
         partial.replace(out_path)
-        source = made_from(onnx_path, weights_sha256, VERSIONS[FLAVOUR], settings)
+        source = made_from(onnx_path, weights_sha256, VERSIONS[settings.flavour], settings)
         spec = PlanSpec(
             flavour=settings.flavour,
-            version=VERSIONS[FLAVOUR],
+            version=VERSIONS[settings.flavour],
             compute_capability=settings.compute_capability,
             file=out_path.name,
             size=len(blob),
@@ -111,7 +112,7 @@ def plan_of(
     tensors += [_tensor(spec, "OUTPUT") for spec in outputs]
     _alias(tensors)
     return {
-        "version": VERSIONS[FLAVOUR],
+        "version": VERSIONS[settings.flavour],
         "capability": list(divmod(settings.compute_capability, 10)),
         "function": FUNCTION,
         "parameters": {"graph": str(graph)},
@@ -145,6 +146,7 @@ class Workshop:
     can verify; None: as the exporter has them."""
 
     patch: pytest.MonkeyPatch
+    flavour: Flavour = "tensorrt_rtx"
 
     def build(
         self,
@@ -157,7 +159,7 @@ class Workshop:
     ) -> tuple[Manifest, list[str]]:
         """``specexport build`` on ``folder``; its manifest, and the plans that were built."""
         builder = Builder(folder, fails_at=dict(fails_at or {}))
-        installed = Installed(FLAVOUR, VERSIONS[FLAVOUR])
+        installed = Installed(self.flavour, VERSIONS[self.flavour])
         with self.patch.context() as patch:
             patch.setattr(building, "build_engine", builder)
             patch.setattr(flavours, "find", lambda asked=None: installed)
@@ -166,7 +168,7 @@ class Workshop:
                 patch.setattr(building, "PREFILL_CHUNK", rows)
             if drafts is not None:
                 patch.setattr(building, "MAX_DRAFT", drafts)
-            asked = building.Asked(FLAVOUR, capabilities or (86,))
+            asked = building.Asked(self.flavour, capabilities or (86,))
             return building.build_folder(folder, asked, progress), builder.built
 
     def with_plans(self, source: Path, out: Path, *capabilities: int, **sizes: int) -> Path:

@@ -379,7 +379,7 @@ def test_unknown_devices(open_toy: OpenEngine, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["tensorrt", "tensorrt-rtx"])
 def test_engines_of_tensorrt(open_toy: OpenEngine, device: str) -> None:
-    says = f"device: '{device}': this folder has no TensorRT engines"
+    says = f"device: '{device}': the engines of this folder are written for ONNX Runtime"
     with pytest.raises(DeviceError, match=says) as caught:
         open_toy(device=device)
     assert caught.value.hint == f"export them with specexport SOURCE --backend {device}"

@@ -184,6 +184,7 @@ def test_no_model_is_serialized_in_memory() -> None:
 
 
 # C59.
+@pytest.mark.usefixtures("traced_anew")
 def test_twice_the_same_bytes(llama: Source, tmp_path: Path) -> None:
     out = tmp_path / "engines"
     exporter.export(llama, None, out, UNCHECKED)
@@ -199,25 +200,25 @@ ELSEWHERE = """
     from specexport import exporter
     from specexport.sources import resolve
 
-    exporter.export(
-        resolve(sys.argv[1]), None, Path(sys.argv[2]), exporter.ExportOptions(check=False)
-    )
+    for path in map(Path, sys.argv[2:]):
+        out = Path(sys.argv[1]) / path.name
+        exporter.export(resolve(path), None, out, exporter.ExportOptions(check=False))
 """
 
 
 # C59. gemma3 makes the set of its kinds of layers in each run, gemma4 keeps one.
-@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
-def test_the_same_bytes_in_another_process(name: str, tmp_path: Path) -> None:
+def test_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     """Hashes of texts differ between processes, so whatever goes through a set of them does."""
-    path = tiny_models.save(name, tmp_path / "checkpoint")
-    made = []
+    paths = [tiny_models.save(name, tmp_path / "checkpoints") for name in ("gemma3", "gemma4-e2b")]
+    for path in paths:  # here, where traces are shared, with hashes of any seed
+        exporter.export(resolve(path), None, tmp_path / "here" / path.name, UNCHECKED)
     for seed in ("1", "2"):  # of hashes; the two sets come in different orders
-        out = tmp_path / seed
-        command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(path), str(out)]
+        command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(tmp_path / seed)]
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        subprocess.run(command, env=environment, capture_output=True, check=True)
-        made.append(contents(out))
-    assert made[0] == made[1]
+        subprocess.run([*command, *paths], env=environment, capture_output=True, check=True)
+        for path in paths:
+            made, here = tmp_path / seed / path.name, tmp_path / "here" / path.name
+            assert contents(made) == contents(here)
 
 
 @pytest.mark.parametrize("before", [False, True])

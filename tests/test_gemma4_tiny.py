@@ -118,3 +118,23 @@ def test_as_it_comes(folder: Path, texts: list[Text]) -> None:
                 assert result.tokens == text.until(ends)
             stats.append(result.stats)
     assert check_tiny.accepted_per_round(stats) >= 1.5
+
+
+def test_the_dialect_of_tensorrt(
+    folder: Path, texts: list[Text], once: Callable[..., Path]
+) -> None:
+    """The same tokens, and as many of the drafts accepted, round by round."""
+
+    def export(path: Path) -> None:
+        check_tiny.export(path / "engines", backend="tensorrt-rtx", check=False)
+
+    fixed = once("gemma4-tiny-tensorrt", export) / "engines"
+    with specrun.load(folder) as ours, specrun.load(fixed) as theirs:
+        for index in SOME:
+            for method in ("plain", "prompt-lookup", "mtp-drafter"):
+                how = Setting(method, "constant", 0 if method == "plain" else 4).options()
+                want = ours.generate(texts[index].prompt, max_new_tokens=NEW, **how)
+                got = theirs.generate(texts[index].prompt, max_new_tokens=NEW, **how)
+                check_result(got, texts[index])
+                assert got.tokens == want.tokens
+                assert got.stats.accepted_by_round == want.stats.accepted_by_round

@@ -57,9 +57,9 @@ METHOD = ("drafters", "mtp-drafter")
     [
         (put("colour", value="red"), r"field must be one of \[.*\], got 'colour'"),
         (put("tokenizer", "kind", value="bpe"), "tokenizer: field must be one of .* got 'kind'"),
-        (put("format", value=5), "format: this specrun reads up to 4, got 5"),
-        (put("format", value="4"), "format: must be 4, got '4'"),
-        (put("format", value=3), "format: must be 4, got 3"),
+        (put("format", value=6), "format: this specrun reads up to 5, got 6"),
+        (put("format", value="5"), "format: must be 5, got '5'"),
+        (put("format", value=4), "format: must be 5, got 4"),
         (lambda data: data.pop("generation"), "field 'generation' is missing"),
         (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
         (put("generation", "max_context", value=True), "generation.max_context: must be int"),
@@ -67,7 +67,7 @@ METHOD = ("drafters", "mtp-drafter")
             put("generation", "max_context", value=1),
             r"max_context must be in 2\.\..*, got 1",
         ),
-        (put("engines", "target", "kv_dtype", value="bfloat16"), "kv_dtype: must be one of"),
+        (put("engines", "target", "kv_dtype", value="float8"), "kv_dtype: must be one of"),
         (put("engines", "target", "precision", value="int3"), "precision: must be one of .*'int4'"),
         (put("engines", "target", "step_bytes", value="1 GB"), "step_bytes: must be int"),
         (put("engines", "target", "weights", value={}), "weights: field 'block_size' is missing"),
@@ -131,7 +131,7 @@ def test_a_drafter_of_another_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_a_manifest_that_is_not_one(folder: Path, text: str) -> None:
     (folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
-    refused(folder, "manifest.json: (not JSON|format: must be 4, got None)")
+    refused(folder, "manifest.json: (not JSON|format: must be 5, got None)")
 
 
 def test_a_newer_format_says_what_to_upgrade(folder: Path) -> None:

@@ -115,10 +115,11 @@ def test_sizes_are_iterable() -> None:
 @pytest.mark.slow
 def test_a_misuse_is_found(stubs: Path, tmp_path: Path) -> None:
     head = "import tensorrt_rtx as trt\nlog = trt.Logger()\n"
-    right = tmp_path / "right.py"
-    right.write_text(head + "count: int = trt.Builder(log).create_network(0).num_inputs\n")
-    assert errors(stubs, [right]) == []
-    for name, line in MISUSES.items():
-        wrong = tmp_path / f"{name}.py"
-        wrong.write_text(f"{head}{line}\n", encoding="utf-8")
-        assert errors(stubs, [wrong]), line
+    right = "count: int = trt.Builder(log).create_network(0).num_inputs"
+    files = {name: tmp_path / f"{name}.py" for name in ("right", *MISUSES)}
+    for name, line in ({"right": right} | MISUSES).items():
+        files[name].write_text(f"{head}{line}\n", encoding="utf-8")
+    found = errors(stubs, list(files.values()))
+    wrong = {name for name in files if any(f"{name}.py:3: error: " in line for line in found)}
+    assert wrong == set(MISUSES)
+    assert all(".py:3: error: " in line for line in found)

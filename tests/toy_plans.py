@@ -237,6 +237,14 @@ class AsContract:
     def provider(self) -> str:
         return self.session.provider
 
+    @property
+    def most_rows(self) -> int | None:
+        return self.session.most_rows
+
+    @property
+    def most_wanted(self) -> int | None:
+        return self.session.most_wanted
+
     def prepare(
         self,
         inputs: Mapping[str, NDArray[Any]],

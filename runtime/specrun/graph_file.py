@@ -32,6 +32,8 @@ _FIELDS: dict[str, dict[int, str]] = {
     "Sparse": {1: "Tensor", 2: "Tensor"},
     "Tensor": {13: "Entry"},
 }
+_OPSET_IMPORT = 8  # of a Model: domain and version
+_OWN_DOMAIN = ("", "ai.onnx")
 _VARINT, _FIXED64, _MESSAGE, _FIXED32 = 0, 1, 2, 5
 _WORD = b"location"
 _RANGE = re.compile(r"[0-9]{1,19}")
@@ -52,6 +54,41 @@ def check(path: Path, folder: Path, sizes: Mapping[str, int]) -> None:
         raise EngineError(f"{path}: cannot be read: {error.strerror}", hint=REEXPORT) from error
     except ValueError as error:
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
+
+
+def check_versions(path: Path, opset: int, ir_version: int) -> None:
+    """Raise EngineError unless the graph is of these versions of ONNX, as the manifest says."""
+    try:
+        found = versions(path)
+    except OSError as error:
+        raise EngineError(f"{path}: cannot be read: {error.strerror}", hint=REEXPORT) from error
+    except ValueError as error:
+        raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
+    if found != (opset, ir_version):
+        raise EngineError(
+            f"{path}: must be of opset {opset} and IR version {ir_version}, is of opset"
+            f" {found[0]} and IR version {found[1]}",
+            hint=REEXPORT,
+        )
+
+
+def versions(path: Path) -> tuple[int, int]:
+    """Opset of ONNX's own operators in a graph, and the version of the file's format (IR); 0 where
+    it has none. Raises ValueError for what is no graph, OSError."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        size = len(data)
+        opsets = [
+            _number(data, begin, stop, 2)
+            for number, begin, stop in _fields(data, 0, size)
+            if number == _OPSET_IMPORT and _pair(data, begin, stop)[0] in _OWN_DOMAIN
+        ]
+        return next(iter(opsets), 0), _number(data, 0, size, 1)
+
+
+def _number(data: mmap.mmap, start: int, end: int, wanted: int) -> int:
+    """The value of a field of a message that is a number."""
+    places = [p for p in _fields(data, start, end, _VARINT) if p[0] == wanted]
+    return _varint(data, *places[-1][1:])[0] if places else 0
 
 
 def external_data(path: Path) -> list[Entry]:
@@ -111,19 +148,25 @@ def _pair(data: mmap.mmap, start: int, end: int) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number and place of every field of a message that has a length."""
+def _fields(
+    data: mmap.mmap, start: int, end: int, kind: int = _MESSAGE
+) -> Iterator[tuple[int, int, int]]:
+    """Number and place of every field of a message that has a length, or is a number (_VARINT)."""
     place = start
     while place < end:
         tag, place = _varint(data, place, end)
         wire = tag & 7
         if wire == _VARINT:
+            begin = place
             _, place = _varint(data, place, end)
+            if kind == _VARINT:
+                yield tag >> 3, begin, place
         elif wire == _MESSAGE:
             length, place = _varint(data, place, end)
             if length > end - place:
                 raise ValueError(f"a field at byte {place} ends behind its message")
-            yield tag >> 3, place, place + length
+            if kind == _MESSAGE:
+                yield tag >> 3, place, place + length
             place += length
         elif wire in (_FIXED64, _FIXED32):
             place += 8 if wire == _FIXED64 else 4

@@ -32,7 +32,7 @@ from specrun.contract import (
 from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError, UsageError
 from specrun.options import ScheduleName
-from specrun.plans import PlanSpec
+from specrun.plans import PlanSpec, build_hint
 from specrun.reading import ReadingError, leads_inside, parse_json, shown
 
 FORMAT = 5
@@ -387,6 +387,7 @@ class Manifest:
                 raise DecodeError(f"tokenizer.sha256: is not that of {spec.file}")
         for name, engine in self.engines.items():
             _check_engine(name, engine)
+            self._check_plans(name, engine)
         self._check_parts()
         self._check_ids()
         for method, drafter in self.drafters.items():
@@ -419,6 +420,11 @@ class Manifest:
         return tuple(kv for part in parts if part is not None for kv in part.kv)
 
     @property
+    def plans(self) -> dict[str, PlanSpec]:
+        """Every plan by its file."""
+        return {plan.file: plan for engine in self.engines.values() for plan in engine.plans}
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Bytes of every file of the folder by its path in it."""
         return {entry.path: entry.size for entry in self.files}
@@ -444,6 +450,15 @@ class Manifest:
             raise DecodeError("engines.back: the front has all layers, so there must be none")
         if front.split is not None and not set(front.split.reads) <= set(front.kv):
             raise DecodeError("engines.front.split.reads: must be buffers of the front")
+
+    def _check_plans(self, name: str, engine: EngineSpec) -> None:
+        """A plan's size and hash are those of its file, which are what is compared."""
+        for index, plan in enumerate(engine.plans):
+            entry = self._entry(plan.file)
+            if (plan.size, plan.sha256) != (entry.size, entry.sha256):
+                raise DecodeError(
+                    f"engines.{name}.plans[{index}]: size and sha256 are not those of {plan.file}"
+                )
 
     def _check_ids(self) -> None:
         """Special ids are tokens of the target or its tokenizer, which may be padded apart."""
@@ -678,12 +693,14 @@ def read(
     *,
     integrity: Literal["quick", "full"] = "quick",
     drafters_may_miss: bool = False,
+    check_plans: bool = True,
 ) -> Manifest:
     """Read and verify the manifest of an engine folder.
 
     ``integrity="quick"`` checks the size of every file and the sha256 of those under 64 MiB;
     ``"full"`` hashes every file. With ``drafters_may_miss`` files of drafting engines may be
-    absent (their use is an error then), but not others than listed. Raises FolderError.
+    absent (their use is an error then), but not others than listed. Without ``check_plans`` plans
+    are not looked at, as whoever builds them anew does. Raises FolderError.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -694,13 +711,24 @@ def read(
         )
     text = read_listed(path, limits.MAX_MANIFEST_BYTES, folder)
     manifest = loads(text, str(path))
-    drafting = {name for drafter in manifest.drafters.values() for name in drafter.engines}
-    optional = {manifest.engines[name].file for name in drafting if drafters_may_miss}
+    optional = _of_drafters(manifest) if drafters_may_miss else set()
+    plans = manifest.plans
     for entry in manifest.files:
+        plan = plans.get(entry.path)
         if entry.path in optional and not os.path.lexists(folder / entry.path):
             continue
-        _check_file(folder, entry, integrity)
+        if plan is None:
+            _check_file(folder, entry, integrity, REEXPORT)
+        elif check_plans:
+            _check_file(folder, entry, integrity, build_hint(folder, plan.flavour))
     return manifest
+
+
+def _of_drafters(manifest: Manifest) -> set[str]:
+    """Graphs and plans that only drafting needs."""
+    names = {name for drafter in manifest.drafters.values() for name in drafter.engines}
+    specs = [manifest.engines[name] for name in names]
+    return {spec.file for spec in specs} | {plan.file for spec in specs for plan in spec.plans}
 
 
 def read_listed(path: Path, limit: int, folder: Path) -> str:
@@ -713,28 +741,29 @@ def read_listed(path: Path, limit: int, folder: Path) -> str:
         raise FolderError(f"{path}: cannot be read: {error.strerror}", hint=REEXPORT) from error
 
 
-def _check_file(folder: Path, entry: FileEntry, integrity: str) -> None:
+def _check_file(folder: Path, entry: FileEntry, integrity: str, hint: str) -> None:
+    """Raise FolderError with the way out, ``hint``, unless the file is the one that is listed."""
     path = folder / entry.path
     if not os.path.lexists(path):
-        raise FolderError(f"{path}: the manifest lists it, it is missing", hint=REEXPORT)
+        raise FolderError(f"{path}: the manifest lists it, it is missing", hint=hint)
     if not leads_inside(path, folder):
-        raise FolderError(f"{path}: leads out of the engine folder", hint=REEXPORT)
+        raise FolderError(f"{path}: leads out of the engine folder", hint=hint)
     if not path.is_file():
-        raise FolderError(f"{path}: is no regular file", hint=REEXPORT)
+        raise FolderError(f"{path}: is no regular file", hint=hint)
     size = path.stat().st_size
     if size != entry.size:
-        raise FolderError(f"{path}: must have {entry.size} bytes, has {size}", hint=REEXPORT)
+        raise FolderError(f"{path}: must have {entry.size} bytes, has {size}", hint=hint)
     if integrity == "quick" and size >= HASH_ALWAYS_BELOW:
         return
     try:
         digest = sha256_of(path)
     except OSError as error:
-        raise FolderError(f"{path}: cannot be read: {error.strerror}", hint=REEXPORT) from error
+        raise FolderError(f"{path}: cannot be read: {error.strerror}", hint=hint) from error
     if digest != entry.sha256:
         raise FolderError(
             f"{path}: changed since the export: sha256 must be {entry.sha256[:12]}…,"
             f" is {digest[:12]}…",
-            hint=REEXPORT,
+            hint=hint,
         )
 
 

@@ -48,6 +48,7 @@ def _open_onnx(folder: Path, manifest: Manifest, name: str, options: EngineOptio
     spec = manifest.engines[name]
     path = folder / spec.file
     graph_file.check(path, folder, manifest.sizes)
+    graph_file.check_versions(path, spec.requires.opset, spec.requires.ir_version)
     return ort.open_session(
         path,
         spec,

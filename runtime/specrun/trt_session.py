@@ -151,7 +151,7 @@ class Opened:
     def _load(self, path: Path) -> None:
         name, messages, library = self.plan.file, self._messages, self._library
         runtime: Runtime = messages.attempt(name, lambda: library.Runtime(self._logger))
-        with _mapped(path) as blob:
+        with _mapped(path, self._hint) as blob:
             check_valid(library, runtime, blob, messages, name, self._hint)
             self.engine: ICudaEngine = messages.attempt(
                 f"{name}: does not load", lambda: runtime.deserialize_cuda_engine(blob), self._hint
@@ -271,7 +271,7 @@ def _never_free(thing: object) -> None:
 
 
 @contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[memoryview]:
+def _mapped(path: Path, hint: str) -> Iterator[memoryview]:
     """The bytes of a file without reading them all at once. Raises EngineError."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -281,4 +281,5 @@ def _mapped(path: Path) -> Iterator[memoryview]:
             finally:
                 view.release()
     except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise EngineError(f"{path}: cannot be read: {error}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise EngineError(f"{path}: cannot be read: {reason}", hint=hint) from error

@@ -18,19 +18,21 @@ from specexport.trt.build_manifest import (
     NO_PLAN,
     BuildManifest,
     EngineBuild,
+    Task,
 )
 from specexport.trt.builder import build_engine
-from specexport.trt.caches import PlanCache
+from specexport.trt.caches import PlanCache, why_damaged
 from specexport.trt.flavours import Installed
 from specexport.trt.plans import DEFAULT_LEVEL, Built
 from specexport.trt.profiles import Sizes, profiles
 from specgraphs import static_rules
 from specrun import manifest as manifests
 from specrun.contract import DType
-from specrun.errors import DeviceError
+from specrun.errors import DeviceError, FolderError
 from specrun.manifest import EngineSpec, FileEntry, Manifest
 from specrun.options import PREFILL_CHUNK
 from specrun.plans import BACKENDS, Flavour, PlanSpec
+from specrun.tuning import TUNING
 
 Progress = Callable[[str, int, int], None]
 MAX_DRAFT = 31  # drafted tokens that one run can verify; prompt lookup makes long proposals
@@ -89,6 +91,7 @@ def add_plans(where: Path, made: Manifest, asked: Asked, report: Progress) -> Ma
     check_graphs(made, where)
     planned = _tasks(where, made, replace(asked, capabilities=wanted))
     tasks = list(build_manifest.tasks(where, planned, installed.version, wanted))
+    _check_others(where, planned, tasks)
     cache = None if asked.cache is None else PlanCache(asked.cache)
     built: list[Built] = []
     for index, task in enumerate(tasks):
@@ -107,14 +110,15 @@ def build_folder(out: Path, asked: Asked, progress: Progress | None = None) -> M
     ``add_plans`` does.
     """
     report = progress or (lambda stage, done, total: None)
-    made = manifests.read(out)
+    out = out.resolve()  # its name and what is beside it count, also of "." and of a link
+    made = manifests.read(out, check_plans=False)
     if any(spec.fixed is None for spec in made.engines.values()):
         raise ExportError(
             f"{out}: its graphs are written for ONNX Runtime",
             hint=f"export them with specexport SOURCE --backend {BACKENDS[asked.flavour]}",
         )
     with folder.atomic(out) as partial:
-        _link_all(out, partial)
+        _link_all(made, out, partial)
         made = add_plans(partial, made, asked, report)
         text = manifests.dumps(made)
         _replace(partial / manifests.MANIFEST, text)
@@ -144,6 +148,19 @@ def _tasks(where: Path, made: Manifest, asked: Asked) -> BuildManifest:
     return build_manifest.with_built(planned, build_manifest.read(where).built)
 
 
+def _check_others(where: Path, planned: BuildManifest, tasks: Sequence[Task]) -> None:
+    """Raise FolderError where a plan that stays, as it is of another device, is not whole."""
+    files = {task.file for task in tasks}
+    for one in planned.built:
+        reason = None if one.spec.file in files else why_damaged(one, where / one.spec.file)
+        if reason is not None:
+            raise FolderError(
+                f"{one.spec.file}: the plan {reason}",
+                hint=f"build it too: --compute-capability {one.spec.compute_capability}, beside"
+                " the others; or export the folder again",
+            )
+
+
 def _engine_build(spec: EngineSpec, made: Manifest) -> EngineBuild:
     inputs, outputs = spec.file_io
     most = max((d.num_assistant_tokens for d in made.drafters.values()), default=1)
@@ -171,7 +188,8 @@ def _described(where: Path, made: Manifest, done: BuildManifest) -> Manifest:
 
 
 def _plans_of(name: str, built: Sequence[Built]) -> list[PlanSpec]:
-    return [one.spec for one in built if one.spec.file.rpartition(".sm")[0] == name]
+    own = [one.spec for one in built if one.spec.file.rpartition(".sm")[0] == name]
+    return sorted(own, key=lambda plan: plan.compute_capability)
 
 
 def _is_plan(entry: FileEntry, made: Manifest) -> bool:
@@ -183,12 +201,15 @@ def _entry(where: Path, name: str) -> FileEntry:
     return FileEntry(name, path.stat().st_size, manifests.sha256_of(path))
 
 
-def _link_all(source: Path, out: Path) -> None:
-    """Every file of a folder in another one, without a copy of its bytes where that can be."""
-    for path in source.rglob("*"):
-        if path.is_dir():
+def _link_all(made: Manifest, source: Path, out: Path) -> None:
+    """Every file of a folder in another one, without a copy of its bytes where that can be.
+
+    Of plans only those that are there: the others are built.
+    """
+    for name in (manifests.MANIFEST, TUNING, *made.sizes):
+        path, place = source / name, out / name
+        if not path.is_file():
             continue
-        place = out / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(path.resolve(), place)
