@@ -64,7 +64,7 @@ def can_build(asked: Asked) -> str | None:
     try:
         installed = flavours.find(asked.flavour)
         if not installed.builds_without_gpu or not asked.capabilities:
-            flavours.present_capability()
+            flavours.check_capability(installed, flavours.present_capability())
     except DeviceError as error:
         return str(error)
     for capability in asked.capabilities:
