@@ -11,10 +11,10 @@ import pytest
 from fake_cuda import FakeCuda
 from fake_trt import Library
 from numpy.typing import NDArray
-from toy_plans import CAPACITY, KEY, VALUE, VERSIONS, WANTED_ROWS, ToyPlan
+from toy_plans import CAPACITY, KEY, VALUE, VERSIONS, ToyPlan
 
 from specrun import contract
-from specrun.contract import Part, past, present
+from specrun.contract import WANTED_ROWS, Part, past, present
 from specrun.manifest import EngineSpec
 from specrun.plans import Flavour
 from specrun.runner import Buffer

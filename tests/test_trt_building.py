@@ -32,7 +32,7 @@ from specexport import cli, exporter
 from specexport.errors import ExportError
 from specexport.options import ExportOptions
 from specexport.sources import resolve
-from specexport.trt import build_manifest, building
+from specexport.trt import build_manifest, building, flavours
 from specexport.trt.build_manifest import BUILD_MANIFEST, NO_PLAN
 from specrun import manifest as manifests
 from specrun.errors import DeviceError, EngineError, FolderError
@@ -404,3 +404,13 @@ def _wait_for(there: Callable[[], bool], seconds: float = 60) -> None:
     while not there():
         assert time.monotonic() < end, "it did not begin"
         time.sleep(0.01)
+
+
+def test_a_gpu_that_tensorrt_does_not_build_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the graphs, and says why there is no plan; another one may be asked for."""
+    monkeypatch.setattr(flavours, "present_capability", lambda: 90)
+    reason = building.can_build(building.Asked("tensorrt_rtx"))
+    assert reason is not None and "does not build for compute capability 90" in reason
+    assert building.can_build(building.Asked("tensorrt_rtx", (89,))) is None
+    with pytest.raises(DeviceError, match="compute capability 90"):
+        building.can_build(building.Asked("tensorrt_rtx", (90,)))

@@ -156,7 +156,7 @@ def test_a_plan_must_be_what_the_manifest_says(
     path = tmp_path / "bad.engine"
     path.write_bytes(json.dumps(data).encode())
     with pytest.raises(EngineError, match=message):
-        ToyPlan(path, good.plan, good.spec, good.contract).open()
+        ToyPlan(path, good.plan, good.spec).open()
     assert gpu.library.freed == ["engine", "runtime"]
 
 

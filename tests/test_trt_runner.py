@@ -16,15 +16,17 @@ from drafting import Noisy, Oracle, Wrong
 from fake_gpu import Gpu, Opened
 from fake_trt import CudaGraphStrategy
 from test_loop import watched
-from toy_plans import CAPACITY, KEY, AsContract, write_plan
+from toy_plans import CAPACITY, KEY, write_plan
 from toys import Toy
 
 from specrun import Engine, contract
 from specrun.contract import DType
 from specrun.errors import ContextFull, EngineError
+from specrun.fixed import as_contract
 from specrun.memory import HostMemory
 from specrun.options import GenerateOptions
 from specrun.resources import Resources
+from specrun.runner import Session
 from specrun.trt_arrays import DeviceArray
 from specrun.trt_run import TrtRun
 from specrun.trt_session import TrtSession
@@ -51,14 +53,14 @@ def open_on_gpu(
     sessions: list[TrtSession] = []
 
     def make(toy: Toy, **options: Any) -> Engine:
-        by_name: dict[str, AsContract] = {}
+        by_name: dict[str, Session] = {}
 
-        def session(resources: Resources, name: str) -> AsContract:
+        def session(resources: Resources, name: str) -> Session:
             if name not in by_name:
                 role = "target" if name == contract.TARGET_ENGINE else "drafter"
                 made = write_plan(resources.folder, toy, role)
                 sessions.append(made.open(**options))
-                by_name[name] = AsContract(sessions[-1], made.contract)
+                by_name[name] = as_contract(sessions[-1])
                 resources._providers[name] = sessions[-1].provider
             return by_name[name]
 

@@ -1,9 +1,7 @@
 """Toy engines as plans of the fake TensorRT: the formulas of ``toys`` in NumPy.
 
 The plans have the inputs of plans: ``wanted_rows`` int64 [wanted] in place of ``first_row``, KV
-buffers of fixed capacity, and a drafter of a fixed number of steps. :class:`AsContract` gives a
-session of such a plan the inputs of the contract, so that the runtime's own targets and drafters
-run on it.
+buffers of fixed capacity, and a drafter of a fixed number of steps.
 """
 
 from __future__ import annotations
@@ -19,20 +17,17 @@ from typing import Any
 import numpy as np
 import toys
 from fake_trt import FUNCTIONS, Arrays
-from numpy.typing import NDArray
 from toys import HIDDEN_SIZE, LAYER, Toy
 
 from specrun import contract
-from specrun.contract import DType, Part, TensorSpec, past, present
+from specrun.contract import WANTED_ROWS, DType, FixedSizes, Part, TensorSpec, past, present
 from specrun.manifest import EngineSpec, read
 from specrun.plans import Flavour, PlanSpec, ProfileSpec, ShapeRange
-from specrun.runner import Buffer, Memory, Run
 from specrun.trt_session import TrtSession, open_plan
 
 CAPACITY = 256
 PREFILL, DECODE = 64, 12  # most rows
 DRAFTS = 16  # steps of a drafter's run
-WANTED_ROWS = "wanted_rows"
 VERSIONS: dict[Flavour, str] = {"tensorrt_rtx": "1.7.1.116", "tensorrt": "10.15.1.29"}
 KEY, VALUE = past(0, Part.KEY), past(0, Part.VALUE)
 TRT_TYPES = {
@@ -98,12 +93,11 @@ FUNCTIONS |= {"target": target, "drafter": drafter}
 
 @dataclass(frozen=True)
 class ToyPlan:
-    """A plan file, its entries in a manifest, and the engine as the ``contract`` has it."""
+    """A plan file and its entries in a manifest."""
 
     path: Path
     plan: PlanSpec
     spec: EngineSpec
-    contract: EngineSpec
 
     def open(self, **options: Any) -> TrtSession:
         """Open it."""
@@ -122,10 +116,9 @@ def write_plan(
         toys.write_folder(folder, toy)
     known = read(folder).engines[contract.TARGET_ENGINE if role == "target" else "mtp_drafter"]
     file = f"{role}.sm86.engine"
-    spec = dataclasses.replace(known, file=file, inputs=_inputs(known.inputs))
-    if role == "drafter":
-        fixed = tuple(_with_steps(tensor) for tensor in known.outputs)
-        spec = dataclasses.replace(spec, outputs=fixed)
+    fixed = FixedSizes(CAPACITY, DRAFTS if role == "drafter" else None)
+    spec = dataclasses.replace(known, file=file, fixed=fixed)
+    inputs, outputs = spec.file_io
     profiles = _target_profiles() if role == "target" else [_drafter_profile(spec)]
     version = VERSIONS[flavour]
     data: dict[str, Any] = {
@@ -136,15 +129,14 @@ def write_plan(
             dataclasses.replace(toy, tokenizer=None, draft=None, table=None)
         )
         | {"vocab_size": toy.vocab_size},
-        "tensors": [_tensor(t, "INPUT") for t in spec.inputs]
-        + [_tensor(t, "OUTPUT") for t in spec.outputs],
+        "tensors": [_tensor(t, "INPUT") for t in inputs] + [_tensor(t, "OUTPUT") for t in outputs],
         "profiles": profiles,
         "device_memory": 4096,
     }
     edit(data)
     path = folder / file
     path.write_bytes(json.dumps(data).encode())
-    return ToyPlan(path, _plan_spec(path, role, flavour, version, profiles), spec, known)
+    return ToyPlan(path, _plan_spec(path, role, flavour, version, profiles), spec)
 
 
 def _plan_spec(
@@ -170,24 +162,8 @@ def _plan_spec(
     )
 
 
-def _inputs(declared: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """The contract's inputs as plans have them."""
-    changed = {
-        contract.FIRST_ROW: TensorSpec(WANTED_ROWS, DType.INT64, (contract.WANTED,)),
-        contract.NUM_DRAFT: None,
-    }
-    kept = (changed.get(tensor.name, tensor) for tensor in declared)
-    return tuple(_with_steps(tensor) for tensor in kept if tensor is not None)
-
-
-def _with_steps(tensor: TensorSpec) -> TensorSpec:
-    shape = tuple(DRAFTS if dim == contract.DRAFTS else dim for dim in tensor.shape)
-    return dataclasses.replace(tensor, shape=shape)
-
-
 def _tensor(tensor: TensorSpec, mode: str) -> dict[str, Any]:
-    shape = [CAPACITY if dim == contract.CAPACITY else dim for dim in tensor.shape]
-    made: dict[str, Any] = {"name": tensor.name, "mode": mode, "shape": shape}
+    made: dict[str, Any] = {"name": tensor.name, "mode": mode, "shape": list(tensor.shape)}
     made["dtype"] = TRT_TYPES[tensor.dtype]
     aliases = {present(0, part): past(0, part) for part in Part}
     if tensor.name in aliases and mode == "OUTPUT":
@@ -221,69 +197,3 @@ def _drafter_profile(spec: EngineSpec) -> Ranges:
         contract.NOISE: [[1, DRAFTS, int(noise.shape[2])]] * 3,
         **_kv_range(),
     }
-
-
-class AsContract:
-    """A session of a plan, with the inputs and outputs of the contract."""
-
-    def __init__(self, session: TrtSession, spec: EngineSpec) -> None:
-        self.session, self.spec = session, spec
-
-    @property
-    def memory(self) -> Memory:
-        return self.session.memory
-
-    @property
-    def provider(self) -> str:
-        return self.session.provider
-
-    @property
-    def most_rows(self) -> int | None:
-        return self.session.most_rows
-
-    @property
-    def most_wanted(self) -> int | None:
-        return self.session.most_wanted
-
-    def prepare(
-        self,
-        inputs: Mapping[str, NDArray[Any]],
-        outputs: Mapping[str, NDArray[Any]],
-        past: Mapping[str, Buffer],
-        present: Mapping[str, Buffer],
-    ) -> Run:
-        """A run of the plan behind arrays of the contract."""
-        own = dict(inputs)
-        if contract.FIRST_ROW in own:
-            first = int(own.pop(contract.FIRST_ROW)[0])
-            own[WANTED_ROWS] = np.arange(first, own[contract.TOKENS].shape[1])
-            return self.session.prepare(own, outputs, past, present)
-        del own[contract.NUM_DRAFT]
-        own |= {name: _all_steps(array) for name, array in own.items() if name == contract.NOISE}
-        whole = {name: _all_steps(array) for name, array in outputs.items()}
-        return _Shortened(self.session.prepare(own, whole, past, present), inputs, outputs)
-
-
-def _all_steps(array: NDArray[Any]) -> NDArray[Any]:
-    return np.zeros((array.shape[0], DRAFTS, *array.shape[2:]), array.dtype)
-
-
-class _Shortened:
-    """The first steps of a drafter's run."""
-
-    def __init__(
-        self, run: Run, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]
-    ) -> None:
-        self.run_, self.inputs, self.outputs = run, inputs, outputs
-
-    @property
-    def name(self) -> str:
-        return self.run_.name
-
-    def run(self) -> None:
-        """Run all steps and keep those that were asked for."""
-        noise = self.inputs[contract.NOISE]
-        self.run_.inputs[contract.NOISE][:, : noise.shape[1]] = noise
-        self.run_.run()
-        for name, array in self.outputs.items():
-            array[...] = self.run_.outputs[name][:, : array.shape[1]]
