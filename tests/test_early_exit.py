@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 import tiny_models
 import torch
+import traces
 from drafting import Scripted, Wrong
 from exported import forward, greedy, known_text, prompt_of, reference, same_tokens
 from numpy.typing import NDArray
@@ -128,11 +129,13 @@ def write(name: str, cuts: tuple[int, ...], folder: Path) -> None:
     source = resolve(tiny_models.save(name, folder))
     before = source.class_and_config()[1].to_json_string()
     fake = build_fake(*source.class_and_config(), "fp32")
-    graphs = {
-        f"{part}-{cut}": graph
-        for cut in cuts
-        for part, graph in trace_layers(fake, "fp32", early_exit=cut, max_context=CONTEXT).items()
-    }
+    sizes: dict[str, Any] = {"precision": "fp32", "max_context": CONTEXT}
+    with traces.anew():  # as the next lines look at what a trace leaves behind
+        graphs = {
+            f"{part}-{cut}": graph
+            for cut in cuts
+            for part, graph in trace_layers(fake, early_exit=cut, **sizes).items()
+        }
     assert source.class_and_config()[1].to_json_string() == before
     assert fake.model.config.num_hidden_layers == len(fake.model.model.layers)
     graphs[HEAD_ENGINE] = trace_head(fake, "fp32", max_context=CONTEXT)

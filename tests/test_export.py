@@ -684,6 +684,7 @@ def test_streamed_linear_in_pieces(
         np.testing.assert_allclose(parts.logits[position], logits, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize("pair", pair_params(SHARING))
 def test_transformers_is_left_as_it_was(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
