@@ -482,7 +482,7 @@ def test_an_interruption_behind_the_first_measurement(
 def test_progress_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 5)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((20, 5)))
     progress = cli_bench._Progress(shown=True)
     progress("something that is long", 1, 9)
     progress("", 9, 9)

@@ -13,6 +13,7 @@ from toys import Toy
 
 from specrun.cli import main
 from specrun.cli_errors import with_flags
+from specrun.manifest import FORMAT
 from specrun.options import EngineOptions, GenerateOptions
 
 ToyFolder = Callable[[Toy], Path]
@@ -92,7 +93,12 @@ def test_json(folder: Path) -> None:
             "pip install onnxruntime-gpu",
         ),
         (["--prompt", "1", "--device-id", "1"], 2, "--device-id: has no effect", "--device-id out"),
-        (["--prompt", "1", "--device", "tensorrt"], 1, "no TensorRT engines", "--backend tensorrt"),
+        (
+            ["--prompt", "1", "--device", "tensorrt"],
+            1,
+            "written for ONNX Runtime",
+            "--backend tensorrt",
+        ),
         (
             ["--prompt", "1", "--device", "cuda", "--cuda-graph"],
             2,
@@ -250,7 +256,7 @@ def test_inspect(folder: Path) -> None:
     assert result.exit_code == 0
     assert "engine mtp_drafter" in result.stdout
     assert "drafts up to 16 tokens" in result.stdout
-    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == 4
+    assert json.loads(call("inspect", folder, "--json").stdout)["format"] == FORMAT
     (folder / "target.onnx").write_bytes(b"")
     assert call("inspect", folder).exit_code == 1
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from small_vocabulary import PROMPT
 
 import specrun
 from specrun import manifest as manifests
-from specrun.errors import EngineError, FolderError
+from specrun.errors import DeviceError, EngineError, FolderError
 from specrun.manifest import MANIFEST
 
 OpenEngine = Callable[..., specrun.Engine]
@@ -267,7 +268,8 @@ def test_a_plan_of_the_target_that_is_not_whole(
     for device in (RTX, "cpu"):
         with pytest.raises(FolderError, match=f"{PLAN}: {message}") as caught:
             on_gpu(folder, device=device)
-        assert caught.value.hint == "build it here: " + BUILD.format(folder=folder)
+        again = f"build it again: {BUILD.format(folder=folder)} --compute-capability 86"
+        assert caught.value.hint == again
     assert not gpu.library.made
 
 
@@ -331,3 +333,25 @@ def test_a_moved_folder_opens(planned: Callable[..., Path], on_gpu: OpenEngine) 
     shutil.copytree(folder, moved)
     assert on_gpu(moved).generate(PROMPT, **OPTIONS).stats.provider == PROVIDER
     assert json.loads((moved / MANIFEST).read_text())["engines"]["target"]["plans"]
+
+
+def test_another_tensorrt_is_not_installed(
+    planned: Callable[..., Path], on_gpu: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody need install it to be told that the folder has no plan of it."""
+    folder = planned("gemma4")
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(DeviceError, match="the folder has plans of TensorRT-RTX only") as caught:
+        on_gpu(folder, device="tensorrt", verify="engine")
+    assert str(caught.value.hint).startswith("use --device tensorrt-rtx, or pip install")
+
+
+def test_two_plans_for_one_gpu(planned: Callable[..., Path]) -> None:
+    folder = planned("gemma4")
+
+    def repeat(data: dict[str, Any]) -> None:
+        data["engines"]["target"]["plans"] *= 2
+
+    edit(folder, repeat)
+    with pytest.raises(FolderError, match="one for each TensorRT and compute capability"):
+        manifests.read(folder)

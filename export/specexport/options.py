@@ -146,14 +146,14 @@ class ExportOptions:
         if self.is_tensorrt and ("w8a8" in used or self.precision == AUTO):
             raise UsageError(
                 f"precision: {self.precision} is for ONNX Runtime on a CPU, not for {self.backend}",
-                hint="give fp16, bf16, int8 or int4",
+                hint="give fp16, bf16, int8, int4 or fp32",
             )
         if self.activations is not None and not (
             self.is_tensorrt and self.precision in ("int8", "int4")
         ):
             raise UsageError(
-                f"activations: {self.activations} can be chosen beside int8 and int4 for TensorRT"
-                " only",
+                f"activations: can be chosen beside precision int8 and int4 for TensorRT only, got"
+                f" {self.activations} with precision {self.precision} for {self.backend}",
                 hint="leave it out: activations are in the precision of the weights, or in fp32",
             )
         if self.compute_capabilities and not self.is_tensorrt:

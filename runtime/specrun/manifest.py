@@ -213,6 +213,9 @@ class EngineSpec:
             raise ValueError(f"file: is empty with backend torch only, got {self.file!r}")
         if self.plans and self.fixed is None:
             raise ValueError("plans: only an engine of fixed sizes has any")
+        kinds = [(plan.flavour, plan.version, plan.compute_capability) for plan in self.plans]
+        if len(set(kinds)) != len(kinds):
+            raise ValueError("plans: there must be one for each TensorRT and compute capability")
         limits.check_all(
             vars(self) | {"kv_bytes_per_token": self.kv_bytes_per_token},
             {
@@ -720,7 +723,9 @@ def read(
         if plan is None:
             _check_file(folder, entry, integrity, REEXPORT)
         elif check_plans:
-            _check_file(folder, entry, integrity, build_hint(folder, plan.flavour))
+            _check_file(
+                folder, entry, integrity, build_hint(folder, plan.flavour, plan.compute_capability)
+            )
     return manifest
 
 

@@ -38,7 +38,7 @@ def lines(manifest: Manifest) -> dict[str, str]:
             f" {parity.tolerance:.2g} allowed)"
         )
     else:
-        told["parity"] = "never compared with transformers (--no-check)"
+        told["parity"] = "never compared with transformers"
     if (quality := manifest.quality) is not None:
         told["quality"] = (
             f"perplexity {quality.perplexity:.4g}, in fp32 {quality.reference_perplexity:.4g}"

@@ -61,6 +61,12 @@ def open_session(
             " (VNNI), this one has none",
             hint="export with --precision int8 for this machine",
         )
+    if engine.kv_dtype is DType.BFLOAT16 and place.device == "cpu":
+        raise EngineError(
+            f"{path.name}: computes in bf16, which ONNX Runtime has no operators for on a CPU",
+            hint="run it on a GPU with --device tensorrt or tensorrt-rtx, or export with"
+            " --precision fp16 or fp32 (beside int8 and int4: --activations)",
+        )
     options = _session_options(threads, spin=spin)
     if mapped:
         options.add_session_config_entry("session.disable_prepacking", "1")

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnxruntime
 
-from specrun.devices import CUDA, DEVICES, PLUGIN, Device, Place
+from specrun.devices import CUDA, DEVICES, PLUGIN, TENSORRT, Device, Place
 from specrun.errors import DeviceError, EngineError
 from specrun.memory import HOST
 from specrun.ort_memory import OrtDeviceMemory
@@ -118,7 +118,8 @@ def _plugins() -> set[str]:
 
 def _install(device: str, package: str | None) -> str:
     if package is None:
-        return f"devices are {', '.join(DEVICES)} and {PLUGIN}NAME: use --device cpu"
+        names = ", ".join((*DEVICES, *TENSORRT))
+        return f"devices are {names} and {PLUGIN}NAME: use --device cpu"
     if package.startswith("onnxruntime-ep-"):
         return f"pip install {package}, and give its library with --provider-library, {ELSE_CPU}"
     if package == "onnxruntime":

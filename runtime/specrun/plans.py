@@ -151,9 +151,12 @@ def refuse(name: str, reason: str, folder: Path, flavour: Flavour) -> NoReturn:
     raise EngineError(f"{name}: {reason}", hint=build_hint(folder, flavour))
 
 
-def build_hint(folder: Path, flavour: Flavour) -> str:
-    """How to build plans for this device."""
-    return f"build it here: specexport build {folder} --backend {BACKENDS[flavour]}"
+def build_hint(folder: Path, flavour: Flavour, capability: int | None = None) -> str:
+    """How to build plans: for this device, or for the compute capability that is known."""
+    built = f"specexport build {folder} --backend {BACKENDS[flavour]}"
+    if capability is None:
+        return f"build it here: {built}"
+    return f"build it again: {built} --compute-capability {capability}"
 
 
 def most(plan: PlanSpec, inputs: Sequence[TensorSpec], size: str) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from specrun import graph_file
 from specrun.contract import TARGET_ENGINES
@@ -11,6 +13,9 @@ from specrun.errors import DeviceError
 from specrun.manifest import Manifest
 from specrun.options import EngineOptions
 from specrun.runner import Session
+
+if TYPE_CHECKING:
+    from specrun.plans import Flavour, PlanSpec
 
 
 def open_engine(folder: Path, manifest: Manifest, name: str, options: EngineOptions) -> Session:
@@ -33,12 +38,30 @@ def _open_plan(folder: Path, manifest: Manifest, name: str, options: EngineOptio
             hint=f"export them with specexport SOURCE --backend {options.device}",
         )
     flavour = plans.of_backend(options.device)
-    library, cuda = trt_library.load(flavour), Cuda(options.device_id)
+    library, cuda = _library(spec.plans, flavour), Cuda(options.device_id)
     device = trt_library.trt_device(flavour, library, cuda)
     plan = plans.pick(spec.plans, device, folder, name)
     graphs = options.cuda_graph and name in TARGET_ENGINES
     session = open_plan(folder / plan.file, spec, plan, device=options.device_id, graphs=graphs)
     return as_contract(session)
+
+
+def _library(there: Sequence[PlanSpec], flavour: Flavour) -> Any:
+    """TensorRT's module. Where it is not installed, and the folder has plans of another one only,
+    the error says that too."""
+    from specrun import plans, trt_library
+
+    try:
+        return trt_library.load(flavour)
+    except DeviceError as error:
+        others = sorted({plan.flavour for plan in there} - {flavour})
+        if not others or any(plan.flavour == flavour for plan in there):
+            raise
+        names = " and ".join(plans.PRODUCTS[other] for other in others)
+        raise DeviceError(
+            f"{error}; the folder has plans of {names} only",
+            hint=f"use --device {plans.BACKENDS[others[0]]}, or {error.hint}",
+        ) from error
 
 
 def _open_onnx(folder: Path, manifest: Manifest, name: str, options: EngineOptions) -> Session:

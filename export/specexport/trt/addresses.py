@@ -3,7 +3,8 @@
 TensorRT keeps tensors in tables that are ordered by address, so the order of what it writes follows
 from where the heap lies: measured, two builds in one process differ, as do two processes. Two
 things make the bytes repeat: an address space that is not randomised, and a thread of its own,
-whose heap starts empty whatever the process has done before.
+whose heap starts empty whatever the process has done before. What is left: TensorRT for RTX
+compiles kernels in a thread beside, and on busy cores a few may change places in a plan.
 """
 
 from __future__ import annotations

@@ -184,7 +184,8 @@ def with_built(manifest: BuildManifest, built: tuple[Built, ...]) -> BuildManife
     """The manifest with these plans in place of those of the same file."""
     files = {plan.spec.file for plan in built}
     kept = tuple(plan for plan in manifest.built if plan.spec.file not in files)
-    return replace(manifest, built=kept + built)
+    whole = sorted((*kept, *built), key=lambda plan: plan.spec.file)
+    return replace(manifest, built=tuple(whole))
 
 
 def _why(old: Built, source: MadeFrom, folder: Path) -> str | None:

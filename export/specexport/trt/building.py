@@ -142,10 +142,11 @@ def _present(installed: Installed) -> int:
 def _tasks(where: Path, made: Manifest, asked: Asked) -> BuildManifest:
     """What is to be built, and what of it is built already."""
     engines = {name: _engine_build(spec, made) for name, spec in made.engines.items()}
-    planned = build_manifest.to_build(engines, asked.flavour, asked.capabilities, asked.level)
-    if not (where / BUILD_MANIFEST).is_file():
-        return planned
-    return build_manifest.with_built(planned, build_manifest.read(where).built)
+    known = build_manifest.read(where) if (where / BUILD_MANIFEST).is_file() else None
+    before = known.compute_capabilities if known and known.flavour == asked.flavour else ()
+    wanted = tuple(sorted({*before, *asked.capabilities}))
+    planned = build_manifest.to_build(engines, asked.flavour, wanted, asked.level)
+    return planned if known is None else build_manifest.with_built(planned, known.built)
 
 
 def _check_others(where: Path, planned: BuildManifest, tasks: Sequence[Task]) -> None:

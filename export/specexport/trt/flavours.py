@@ -84,4 +84,7 @@ def present_capability() -> int:
     """Compute capability of the first GPU, 10 * major + minor; DeviceError if there is none."""
     from specrun.trt_cuda import Cuda
 
-    return Cuda().compute_capability
+    try:
+        return Cuda().compute_capability
+    except DeviceError as error:  # which speaks of an option that runs have
+        raise DeviceError(str(error).removeprefix("device: "), hint=error.hint) from error
