@@ -1001,7 +1001,9 @@ def test_precisions_that_are_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS[1:])
-@pytest.mark.parametrize(("precision", "other"), [("fp16", "int8"), ("int8", "fp16")])
+@pytest.mark.parametrize(
+    ("precision", "other"), [("fp16", "int8"), ("int8", "fp16"), ("fp16", "bf16")]
+)
 def test_precisions_that_do_not_mix(name: str, precision: Any, other: Any) -> None:
     """Activations have one dtype in a folder."""
     given: dict[str, Any] = {name: other}
@@ -1015,7 +1017,7 @@ def test_precisions_that_do_not_mix(name: str, precision: Any, other: Any) -> No
 def test_precisions_that_follow() -> None:
     """Of drafters, head and tables, where nothing is said."""
     nothing: dict[str, Any] = {"drafter": None, "head": None, "embedding": None}
-    follow = {"fp32": "fp32", "fp16": "fp16", "int8": "int8", "int4": "int8", "w8a8": "w8a8"}
+    follow = {name: name for name in get_args(Precision)} | {"int4": "int8"}
     for precision in get_args(Precision):
         made = quantization.resolve(precision, **nothing, block_size=64)
         assert made.target == precision

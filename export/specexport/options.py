@@ -116,12 +116,12 @@ class ExportOptions:
                     f"{name}: must be one of {listed}, got {value!r}",
                     hint=f"choose one of {listed}",
                 )
-            halves = {v for v in (value, self.precision) if v in HALVES}
+            halves = [half for half in (self.precision, value) if half in HALVES]
             if value is not None and halves and value != self.precision:
                 raise UsageError(
                     f"{name}: {value} does not go with precision {self.precision}: activations are"
                     " in the precision of all weights in fp16 and bf16, and fp32 with others",
-                    hint=f"leave {name} out, or give {self.precision} for it",
+                    hint=f"leave {name} out, or give {halves[0]} for both",
                 )
         if self.block_size not in BLOCK_SIZES:
             raise UsageError(
