@@ -8,6 +8,7 @@ and a message to the logger.
 
 from __future__ import annotations
 
+import abc
 import enum
 import json
 import weakref
@@ -80,7 +81,7 @@ NUMPY = {
 }
 
 
-class ILogger:
+class ILogger(abc.ABC):
     """Base of a logger; TensorRT needs its own part of the object to be there."""
 
     class Severity(enum.IntEnum):
@@ -93,8 +94,9 @@ class ILogger:
     def __init__(self) -> None:
         self.there = True
 
+    @abc.abstractmethod
     def log(self, severity: ILogger.Severity, msg: str) -> None:
-        raise NotImplementedError
+        """To be written by whoever logs."""
 
 
 Base = ILogger  # as Library has the class under its name

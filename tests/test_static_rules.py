@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import needs
 import numpy as np
 import onnx
 import pytest
@@ -586,7 +587,7 @@ def test_tensorrt_says_what_it_does_not_take() -> None:
 
 def parsed(model: ModelProto) -> list[str]:
     """What TensorRT's parser says against a graph."""
-    trt = pytest.importorskip("tensorrt_rtx", reason="the extra tensorrt-rtx is not installed")
+    trt = needs.tensorrt_rtx()
     log = trt.Logger(trt.Logger.INTERNAL_ERROR)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -617,7 +618,7 @@ sys.exit(0 if builder.build_serialized_network(network, config) else 3)
 @pytest.mark.parametrize("scale", [0.25, 1.0])
 def test_tensorrt_dies_of_scaled_keys_that_are_shared(tmp_path: Path, scale: float) -> None:
     """The reason of ``attention-shared-scale``. When this fails, the rule can go."""
-    pytest.importorskip("tensorrt_rtx", reason="the extra tensorrt-rtx is not installed")
+    needs.tensorrt_rtx()
     model = trt_graphs.target()
     shared_keys(model.graph)
     for node in model.graph.node:

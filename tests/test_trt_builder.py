@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import needs
 import onnx
 import pytest
 import trt_graphs
@@ -24,7 +25,7 @@ from specexport.trt.profiles import Sizes, profiles
 from specrun.contract import DType, TensorSpec
 from specrun.errors import DeviceError, EngineError
 
-pytest.importorskip("tensorrt_rtx", reason="the extra tensorrt-rtx is not installed")
+needs.tensorrt_rtx()
 
 SIZES = Sizes(prefill_rows=32, max_draft=7, max_batch=2)
 Specs = tuple[TensorSpec, ...]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 
 pytest.importorskip("torch")
@@ -300,7 +301,7 @@ def test_exporting_over_it(
 @pytest.fixture
 def real(once: Callable[..., Path], tmp_path: Path) -> Path:
     """A tiny Llama in fp16 with a plan for SM 86."""
-    pytest.importorskip("tensorrt_rtx")
+    needs.tensorrt_rtx()
 
     def make(path: Path) -> None:
         pair = small_vocabulary.Pair("llama")

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import needs
 import pytest
 import small_vocabulary
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ from specrun import manifest as manifests
 from specrun.cli import main
 from specrun.contract import DType, Role
 
+needs.tensorrt_rtx()
 CAPABILITIES = (86, 89, 120)
 KINDS = {
     "llama": {Role.FRONT, Role.BACK, Role.HEAD, Role.TARGET},

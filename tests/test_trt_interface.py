@@ -18,10 +18,11 @@ from typing import Any
 
 import fake_cuda
 import fake_trt
+import needs
 import pytest
 
-trt: Any = pytest.importorskip("tensorrt_rtx", reason="pip install 'specrun[tensorrt-rtx]'")
-cudart: Any = pytest.importorskip("cuda.bindings.runtime", reason="pip install cuda-python")
+trt: Any = needs.tensorrt_rtx()
+cudart: Any = needs.cuda_runtime()
 
 RUNTIME = Path(__file__).parents[1] / "runtime" / "specrun"
 CLASSES = (

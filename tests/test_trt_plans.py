@@ -6,7 +6,6 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import json
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -432,15 +431,6 @@ def test_no_tensorrt(
     with pytest.raises(DeviceError, match="is not installed") as caught:
         flavours.find(asked)
     assert caught.value.hint == hint
-
-
-@pytest.mark.skipif(
-    not Path(sys.prefix, "installed-from").exists() or platform.machine() != "x86_64",
-    reason="not the environment that scripts/test makes",
-)
-def test_the_tests_of_tensorrt_are_not_skipped() -> None:
-    """Without it they would be, and nobody would see that."""
-    assert importlib.util.find_spec("tensorrt_rtx") is not None
 
 
 def test_backends_have_flavours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 from collections.abc import Iterator
@@ -21,12 +22,12 @@ class NotCopied:
         )
 
 
-class Closing(NotCopied):
+class Closing(NotCopied, abc.ABC):
     """Base of what is closed at the end of a ``with``."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Free what it holds."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
