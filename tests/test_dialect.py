@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import small_vocabulary
 import tiny_models
+from ir_values import Dims, initializer, value
 from numpy.typing import NDArray
 
 import specrun
@@ -43,18 +44,6 @@ FLOAT, HALF, INT32, INT64 = (
 CAPACITY, BATCH, ROWS = 24, 1, 5
 KEY, VALUE = past(0, Part.KEY), past(0, Part.VALUE)
 Arrays = dict[str, NDArray[Any]]
-Dims = Sequence[int | str | None]
-
-
-def value(name: str, dims: Dims, dtype: ir.DataType = FLOAT) -> ir.Value:
-    return ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(dtype))
-
-
-def constant(name: str, array: NDArray[Any]) -> ir.Value:
-    tensor = ir.Tensor(array, name=name)
-    made = value(name, array.shape, tensor.dtype)
-    made.const_value = tensor
-    return made
 
 
 def model_of(
@@ -123,7 +112,7 @@ class Case:
         rows = ir.node("Shape", [query], {"start": 1, "end": 2})
         count = ir.node("Cast", [rows.outputs[0]], {"to": INT32})
         total = ir.node("Add", [length, count.outputs[0]])
-        one = constant("one", np.array(1, np.int32))
+        one = initializer("one", np.array(1, np.int32))
         last = ir.node("Sub", [total.outputs[0], one])
         last.outputs[0].type = ir.TensorType(INT32)
         total.outputs[0].shape = ir.Shape([1])
@@ -132,7 +121,8 @@ class Case:
         inputs = [query, key, new]
         if self.reads:
             empty = [
-                constant(f"empty{i}", np.zeros((1, 0, self.sizes[1]), self.numpy)) for i in (0, 1)
+                initializer(f"empty{i}", np.zeros((1, 0, self.sizes[1]), self.numpy))
+                for i in (0, 1)
             ]
             initializers += empty
             given, inputs = [query, *empty], [query]
@@ -147,8 +137,8 @@ class Case:
         if self.rotates:
             query.name, query.shape = "query", ir.Shape((None, "rows", sum(self.sizes)))
             angles = np.arange(64)[:, None] / 10.0 ** np.arange(self.rotates // 2)
-            tables = [constant("cos", np.cos(angles).astype(self.numpy))]
-            tables.append(constant("sin", np.sin(angles).astype(self.numpy)))
+            tables = [initializer("cos", np.cos(angles).astype(self.numpy))]
+            tables.append(initializer("sin", np.sin(angles).astype(self.numpy)))
             initializers += tables
             given, inputs = [query, None, None], [query]
             attributes |= {"do_rotary": 1, "rotary_interleaved": 0}
@@ -285,8 +275,8 @@ def test_standard_operators(swap: int, alpha: float) -> None:
 
     def made() -> ir.Model:
         x, y = (value(name, ("batch", "rows", 8)) for name in "xy")
-        weight = constant("weight", rng.normal(size=8).astype("f4"))
-        matrix = constant("matrix", rng.normal(size=(8, 8)).astype("f4"))
+        weight = initializer("weight", rng.normal(size=8).astype("f4"))
+        matrix = initializer("matrix", rng.normal(size=(8, 8)).astype("f4"))
         norm = ir.node(
             "SkipSimplifiedLayerNormalization",
             [x, y, weight],
@@ -356,9 +346,9 @@ def test_an_unrolled_loop_drafts_the_same(drafts: int) -> None:
     def made() -> ir.Model:
         token = value("token", ("batch", 1), INT64)
         noise = value("noise", ("batch", 3))
-        matrix = constant("table", np.arange(12, dtype=np.float32).reshape(4, 3) % 5)
+        matrix = initializer("table", np.arange(12, dtype=np.float32).reshape(4, 3) % 5)
         row = ir.node("Gather", [matrix, token])
-        flat = ir.node("Squeeze", [row.outputs[0], constant("axis", np.array([1]))])
+        flat = ir.node("Squeeze", [row.outputs[0], initializer("axis", np.array([1]))])
         logits = ir.node("Add", [flat.outputs[0], noise])
         best = ir.node("ArgMax", [logits.outputs[0]], {"axis": -1, "keepdims": 1})
         for node, name, dims, dtype in (
@@ -404,7 +394,7 @@ def test_an_unrolled_loop_drafts_the_same(drafts: int) -> None:
 def test_what_has_no_form_is_refused() -> None:
     """By name: a graph that is half in the dialect would fail on the device only."""
     x = value("x", ("batch", "rows", 8))
-    node = ir.node("BiasGelu", [x, constant("bias", np.zeros(8, "f4"))], domain="com.microsoft")
+    node = ir.node("BiasGelu", [x, initializer("bias", np.zeros(8, "f4"))], domain="com.microsoft")
     node.name, node.outputs[0].name = "the_node", "y"
     node.outputs[0].type, node.outputs[0].shape = x.type, x.shape
     bias = node.inputs[1]

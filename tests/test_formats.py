@@ -14,8 +14,9 @@ import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ir_values import Dims, value
 from numpy.typing import NDArray
-from test_passes import Builder, Dims, value
+from test_passes import Builder
 
 from specexport import calibration, encoders, engines, made, quantization
 from specexport.datafile import DATA_FILE, SMALL_ALIGNMENT, DataFile

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from ir_values import Dims, initializer, value
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
@@ -25,20 +26,6 @@ from specgraphs.passes import (
 from specrun import contract
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
-Dims = Sequence[int | str | None]
-
-
-def value(name: str, dims: Dims, dtype: ir.DataType = FLOAT) -> ir.Value:
-    """A value of known type and shape."""
-    return ir.Value(name=name, shape=ir.Shape(dims), type=ir.TensorType(dtype))
-
-
-def initializer(name: str, array: NDArray[Any]) -> ir.Value:
-    """A value with a constant."""
-    tensor = ir.Tensor(array, name=name)
-    made = value(name, array.shape, tensor.dtype)
-    made.const_value = tensor
-    return made
 
 
 class Builder:

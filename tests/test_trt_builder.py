@@ -56,12 +56,13 @@ def build(
     inputs, outputs = borders(model)
     path = write(folder, model)
     weights = sha256_of(folder / "weights.bin")
+    given = settings(inputs, capability)
     return build_engine(
         path,
         changed.get("inputs", inputs),
         changed.get("outputs", outputs),
-        settings(inputs, capability),
-        folder / plan_file("target", capability),
+        given,
+        folder / plan_file("target", given),
         weights_sha256=weights,
     )
 

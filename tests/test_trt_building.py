@@ -116,6 +116,23 @@ def test_another_device_is_added(folder: Path, workshop: Workshop) -> None:
     assert [plan.compute_capability for plan in made.engines["target"].plans] == [86, 89]
     made, built = workshop.build(folder, 89, 75, 86)
     assert sorted(built) == ["mtp_drafter.sm75.engine", "target.sm75.engine"]
+    before = contents(folder)
+    _, built = workshop.build(folder, 86)  # of several: the record keeps the others
+    assert not built and contents(folder) == before
+    assert build_manifest.read(folder).compute_capabilities == (75, 86, 89)
+
+
+def test_both_tensorrts_in_a_folder(
+    folder: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans for one GPU, side by side: none takes the other's place."""
+    workshop.build(folder)
+    before = contents(folder)
+    made, built = Workshop(monkeypatch, "tensorrt").build(folder)
+    assert sorted(built) == ["mtp_drafter.sm86.plan", "target.sm86.plan"]
+    assert [plan.flavour for plan in made.engines["target"].plans] == ["tensorrt", "tensorrt_rtx"]
+    assert sound(folder) == sorted([*built, PLAN, DRAFTER_PLAN])
+    assert contents(folder)[PLAN] == before[PLAN]
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "directory", "dangling"])

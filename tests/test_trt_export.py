@@ -15,11 +15,15 @@ import pytest
 import small_vocabulary
 from click.testing import CliRunner
 
+import specrun
+from specexport import exporter
+from specexport.cli import main as specexport
 from specexport.trt.building import Asked, build_folder
 from specgraphs.static_rules import static_rules
 from specrun import manifest as manifests
 from specrun.cli import main
 from specrun.contract import DType, Role
+from specrun.errors import EngineError
 
 needs.tensorrt_rtx()
 CAPABILITIES = (86, 89, 120)
@@ -84,6 +88,17 @@ def test_graphs_keep_the_rules(exported_for: Folder, name: str, precision: str) 
     folder = exported_for(name, precision)
     for path in sorted(folder.glob("*.onnx")):
         assert static_rules(path) == []
+
+
+def test_bf16_says_why_it_does_not_run_on_a_cpu(exported_for: Folder) -> None:
+    """And with what it runs; what can be checked of such a folder is."""
+    folder = exported_for("llama", "bf16")
+    with pytest.raises(EngineError, match="it computes in bf16") as caught:
+        specrun.load(folder, threads=1, verify="engine")
+    assert "--device tensorrt" in str(caught.value.hint)
+    assert exporter.check_itself(folder) is None
+    done = CliRunner().invoke(specexport, ["check", str(folder)])
+    assert done.exit_code == 0 and "engines in bf16 do not run on a CPU" in done.output
 
 
 def test_weights_in_integers_stay_so(exported_for: Folder) -> None:

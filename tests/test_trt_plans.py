@@ -189,7 +189,7 @@ def test_settings_that_cannot_be_meant() -> None:
 
 def a_plan(folder: Path, source: MadeFrom = SOURCE, data: bytes = b"plan" * 99) -> Built:
     """A file that stands for a plan, and what is known of it."""
-    path = folder / plan_file("target", source.settings.compute_capability)
+    path = folder / plan_file("target", source.settings)
     path.write_bytes(data)
     spec = PlanSpec(
         source.settings.flavour,
@@ -341,7 +341,7 @@ def test_full_tensorrt_keeps_its_tactics(tmp_path: Path) -> None:
     build_manifest.write(tmp_path, dataclasses.replace(manifest, compute_capabilities=()))
     builder = FakeBuilder("10.15.1")
     assert finish(tmp_path, builder, PlanCache(tmp_path / "cache")) == ["is new"]
-    assert builder.built == ["target.sm90.engine"]
+    assert builder.built == ["target.sm90.plan"]
 
 
 def test_build_json_comes_back_as_it_was(tmp_path: Path) -> None:

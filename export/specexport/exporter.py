@@ -25,7 +25,7 @@ from specexport.errors import SourceError
 from specexport.fingerprint import fingerprint
 from specexport.made import Sources
 from specexport.options import AUTO, ExportOptions, memory_for_models
-from specexport.parts.base import DrafterPart, Settings, TargetPart, file_name
+from specexport.parts.base import ACTIVATIONS, DrafterPart, Settings, TargetPart, file_name
 from specexport.parts.record import manifest_source, manifest_tokenizer
 from specexport.quantization import Plan, Precisions
 from specexport.sources import Source
@@ -46,11 +46,6 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 
 MIN_CONTEXT = 24  # the graphs are traced with an example of this order
 FIXED_CONTEXT = 4096  # of buffers of a fixed size, which are allocated and attended to whole
-ACTIVATIONS_OF: dict[DType, Activations] = {
-    DType.FLOAT32: "fp32",
-    DType.FLOAT16: "fp16",
-    DType.BFLOAT16: "bf16",
-}
 BLOCK = 5  # rows of a block to compare, where no drafter says how many it verifies
 BYTES_PER_WEIGHT = {
     "fp32": 4,
@@ -90,8 +85,7 @@ def export(
     report = progress or _silent
     precisions, notes = _precisions(target, options, report)
     settings = _settings(target, options, precisions)
-    if options.is_tensorrt:
-        _asked(options)
+    asked = _asked(options) if options.is_tensorrt else None
     chosen, drafting = parts.plan(target, _listed(drafters), options)
     fits = _expected_bytes(target, precisions) <= options.model_memory
     for part in (chosen, *drafting):
@@ -140,8 +134,8 @@ def export(
             )
         else:
             parity.check_declared_io(partial, made)
-        if options.is_tensorrt:
-            made = _with_plans(partial, made, options, report)
+        if asked is not None:
+            made = _with_plans(partial, made, *asked, report)
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
         manifests.read(partial)
     return made
@@ -189,13 +183,15 @@ def _asked(options: ExportOptions) -> tuple[Asked, str | None]:
 
 
 def _with_plans(
-    partial: Path, made: Manifest, options: ExportOptions, report: Progress
+    partial: Path, made: Manifest, asked: Asked, obstacle: str | None, report: Progress
 ) -> Manifest:
-    """The manifest with plans where they can be built here, else with a note of what is left."""
+    """The manifest with plans where they can be built here, else with a note of what is left.
+
+    ``obstacle``: why they cannot.
+    """
     from specexport.trt import building
     from specexport.trt.build_manifest import later
 
-    asked, obstacle = _asked(options)
     building.check_graphs(made, partial)
     if obstacle is None:
         return building.add_plans(partial, made, asked, report)
@@ -247,7 +243,7 @@ def recheck(
         max_context=made.generation.max_context,
         block=most + 1 if most else BLOCK,
         memory=memory_for_models(),
-        precision=ACTIVATIONS_OF[made.target_engine.kv_dtype],
+        precision=ACTIVATIONS[made.target_engine.kv_dtype],
         few=mapped and made.target_engine.precision in IN_BLOCKS,
     )
     return _compare(out, made, target, drafting, seen, report, mapped=mapped)

@@ -112,6 +112,16 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew, whole or not at all: what stands there may be linked elsewhere too."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def listing(folder: Path) -> tuple[FileEntry, ...]:
     """Every file of the folder but the manifest, by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from specgraphs import rotation
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import ACCURACY_LEVEL, HEAD, Formats, LinearFormat
-from specgraphs.nodes import Nodes
+from specgraphs.nodes import Nodes, replace
 from specgraphs.recipes import Blocks, Columns, Made, Recipe, Stacked, WeightRef
 from specrun import contract
 
@@ -334,7 +334,7 @@ class _Editor:
             block_size=chosen.block_size,
             bits=chosen.bits,
         )
-        self._swap(node, nodes, out)
+        replace(node, nodes, {0: out})
 
     def replace_table_by_columns(self, node: ir.Node, ref: WeightRef, chosen: LinearFormat) -> None:
         """Rows of a table that stands transposed, as the head reads it."""
@@ -356,16 +356,7 @@ class _Editor:
         if chosen.smoothing is not None:
             inverse = np.float32(1) / chosen.smoothing
             out = nodes.add("Mul", out, self.constant(inverse.astype(np.float32)))
-        self._swap(node, nodes, out)
-
-    def _swap(self, node: ir.Node, nodes: Nodes, out: ir.Value) -> None:
-        owner = _owner(node)
-        owner.insert_before(node, nodes.nodes)
-        old = node.outputs[0]
-        out.shape, out.type, out.name = old.shape, old.type, old.name
-        old.name = None
-        old.replace_all_uses_with(out, replace_graph_outputs=True)
-        owner.remove(node, safe=True)
+        replace(node, nodes, {0: out})
 
     # -- initializers
 

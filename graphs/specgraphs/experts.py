@@ -36,7 +36,7 @@ import torch
 from specgraphs import ops
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.formats import Formats
-from specgraphs.nodes import Nodes
+from specgraphs.nodes import Nodes, replace
 from specgraphs.recipes import WeightRef
 
 IMPLEMENTATION = "specgraphs_experts"  # under which our function is registered
@@ -128,15 +128,8 @@ class _Expansion:
         self.nodes = Nodes(node.name or node.outputs[0].name or "experts")
 
     def apply(self, everywhere: bool) -> None:
-        owner = self.node.graph
-        assert isinstance(owner, ir.Graph)
         out = self._everywhere() if everywhere else self._combined()
-        owner.insert_before(self.node, self.nodes.nodes)
-        old = self.node.outputs[0]
-        out.shape, out.type, out.name = old.shape, old.type, old.name
-        old.name = None
-        old.replace_all_uses_with(out, replace_graph_outputs=True)
-        owner.remove(self.node, safe=True)
+        replace(self.node, self.nodes, {0: out})
         for value in self.matrices:
             if not value.uses():
                 del self.engine.model.graph.initializers[value.name or ""]
@@ -144,17 +137,17 @@ class _Expansion:
 
     def _everywhere(self) -> ir.Value:
         """``out``, from the results of all experts for all rows."""
-        numbers = self._constant(np.arange(self.count, dtype=np.int64))
+        numbers = self.nodes.constant(np.arange(self.count, dtype=np.int64))
         routed = self.nodes.add(
-            "Equal", self.nodes.add("Unsqueeze", self.index, self._ints(-1)), numbers
+            "Equal", self.nodes.add("Unsqueeze", self.index, self.nodes.ints(-1)), numbers
         )
         shares = self.nodes.add("Cast", self.shares, to=ir.DataType.FLOAT)
         each = self.nodes.add(
             "Mul",
             self.nodes.add("Cast", routed, to=ir.DataType.FLOAT),
-            self.nodes.add("Unsqueeze", shares, self._ints(-1)),
+            self.nodes.add("Unsqueeze", shares, self.nodes.ints(-1)),
         )
-        total = self.nodes.add("ReduceSum", each, self._ints(1), keepdims=0)  # [n, count]
+        total = self.nodes.add("ReduceSum", each, self.nodes.ints(1), keepdims=0)  # [n, count]
         parts = self.nodes.add_many("Split", self.count, total, axis=1, num_outputs=self.count)
         scaled = []
         for number, share in enumerate(parts):
@@ -169,10 +162,10 @@ class _Expansion:
         if self.in_floats:
             self.engine.model.graph.meta[IN_FLOATS] = EXACT_ROWS
         used = self._by_expert()  # int64 [count, n]
-        needed = self.nodes.add("ReduceMax", used, self._ints(1), keepdims=0)
-        numbers = self.nodes.add("ReduceSum", used, self._ints(1), keepdims=0)
+        needed = self.nodes.add("ReduceMax", used, self.nodes.ints(1), keepdims=0)
+        numbers = self.nodes.add("ReduceSum", used, self.nodes.ints(1), keepdims=0)
         pairs = self.nodes.add("NonZero", used)
-        rows = self.nodes.add("Gather", pairs, self._constant(np.array(1, np.int64)), axis=0)
+        rows = self.nodes.add("Gather", pairs, self.nodes.constant(np.array(1, np.int64)), axis=0)
         of_expert = self.nodes.add_many("Split", self.count, rows, numbers, axis=0)
         runs = self.nodes.add_many(
             "Split",
@@ -181,7 +174,9 @@ class _Expansion:
             axis=0,
             num_outputs=self.count,
         )
-        nothing = self.nodes.add("Slice", self.x, self._ints(0), self._ints(0), self._ints(0))
+        nothing = self.nodes.add(
+            "Slice", self.x, self.nodes.ints(0), self.nodes.ints(0), self.nodes.ints(0)
+        )
         top = self.index.shape
         assert top is not None
         share = int(top[-1]) / self.count  # type: ignore[arg-type]
@@ -191,27 +186,31 @@ class _Expansion:
         ]
         together = self.nodes.add("Concat", *results, axis=0)
         # Where the result of a row's j-th expert stands: results lie as ``used`` does.
-        flat = self.nodes.add("Reshape", used, self._ints(-1))
-        place = self.nodes.add("CumSum", flat, self._constant(np.array(0, np.int64)), exclusive=1)
+        flat = self.nodes.add("Reshape", used, self.nodes.ints(-1))
+        place = self.nodes.add(
+            "CumSum", flat, self.nodes.constant(np.array(0, np.int64)), exclusive=1
+        )
         place = self.nodes.add("Reshape", place, self.nodes.add("Shape", used))
         place = self.nodes.add("Transpose", place, perm=[1, 0])
         place = self.nodes.add("GatherElements", place, self.index, axis=1)  # [n, k]
         found = self.nodes.add("Gather", together, place, axis=0)  # [n, k, hidden]
         found = self.nodes.add("Cast", found, to=ir.DataType.FLOAT)
         shares = self.nodes.add("Cast", self.shares, to=ir.DataType.FLOAT)
-        scaled = self.nodes.add("Mul", found, self.nodes.add("Unsqueeze", shares, self._ints(-1)))
-        total = self.nodes.add("ReduceSum", scaled, self._ints(1), keepdims=0)
+        scaled = self.nodes.add(
+            "Mul", found, self.nodes.add("Unsqueeze", shares, self.nodes.ints(-1))
+        )
+        total = self.nodes.add("ReduceSum", scaled, self.nodes.ints(1), keepdims=0)
         return self.nodes.add("Cast", total, to=self.dtype)
 
     def _by_expert(self) -> ir.Value:
         """1 where an expert is to compute a row, int64 ``[count, n]``."""
-        depth = self._constant(np.array(self.count, np.int64))
-        used = self.nodes.add("OneHot", self.index, depth, self._ints(0, 1), axis=-1)
-        used = self.nodes.add("ReduceMax", used, self._ints(1), keepdims=0)  # [n, count]
+        depth = self.nodes.constant(np.array(self.count, np.int64))
+        used = self.nodes.add("OneHot", self.index, depth, self.nodes.ints(0, 1), axis=-1)
+        used = self.nodes.add("ReduceMax", used, self.nodes.ints(1), keepdims=0)  # [n, count]
         if self.in_floats:
-            needed = self.nodes.add("ReduceMax", used, self._ints(0), keepdims=1)
+            needed = self.nodes.add("ReduceMax", used, self.nodes.ints(0), keepdims=1)
             rows = self.nodes.add("Shape", self.x, start=0, end=1)
-            few = self.nodes.add("LessOrEqual", rows, self._ints(EXACT_ROWS))
+            few = self.nodes.add("LessOrEqual", rows, self.nodes.ints(EXACT_ROWS))
             few = self.nodes.add("Cast", few, to=ir.DataType.INT64)
             used = self.nodes.add("Max", used, self.nodes.add("Mul", needed, few))
         return self.nodes.add("Transpose", used, perm=[1, 0])
@@ -266,11 +265,3 @@ class _Expansion:
 
     def _typed(self, value: ir.Value, columns: int) -> None:
         value.type, value.shape = ir.TensorType(self.dtype), ir.Shape([None, columns])
-
-    def _ints(self, *values: int) -> ir.Value:
-        return self._constant(np.array(values, dtype=np.int64))
-
-    def _constant(self, array: np.ndarray) -> ir.Value:
-        value = self.nodes.add("Constant", value=ir.Tensor(array))
-        value.dtype, value.shape = ir.DataType.INT64, ir.Shape(array.shape)
-        return value

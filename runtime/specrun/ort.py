@@ -61,12 +61,6 @@ def open_session(
             " (VNNI), this one has none",
             hint="export with --precision int8 for this machine",
         )
-    if engine.kv_dtype is DType.BFLOAT16 and place.device == "cpu":
-        raise EngineError(
-            f"{path.name}: computes in bf16, which ONNX Runtime has no operators for on a CPU",
-            hint="run it on a GPU with --device tensorrt or tensorrt-rtx, or export with"
-            " --precision fp16 or fp32 (beside int8 and int4: --activations)",
-        )
     options = _session_options(threads, spin=spin)
     if mapped:
         options.add_session_config_entry("session.disable_prepacking", "1")
@@ -76,6 +70,13 @@ def open_session(
     except DeviceError:
         raise
     except Exception as error:
+        if engine.kv_dtype is DType.BFLOAT16 and place.device == "cpu":
+            raise EngineError(
+                f"{path}: does not load: it computes in bf16, for which ONNX Runtime has few"
+                f" operators on a CPU: {error}",
+                hint="run it on a GPU with --device tensorrt or tensorrt-rtx, or export with"
+                " --precision fp16 or fp32 (beside int8 and int4: --activations)",
+            ) from error
         raise EngineError(f"{path}: does not load: {error}", hint=REEXPORT) from error
     try:
         check_io(session, engine, path.name)

@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 
 CAPACITY_STEP = 64  # of KV buffers of a fixed size, so that whole blocks fit into them
 MIN_ONNXRUNTIME = "1.31"  # 1.30 refuses an attention node without present outputs
-KV_DTYPE = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
+KV_DTYPE: dict[Activations, DType] = {
+    "fp32": DType.FLOAT32,
+    "fp16": DType.FLOAT16,
+    "bf16": DType.BFLOAT16,
+}
+ACTIVATIONS = {dtype: name for name, dtype in KV_DTYPE.items()}
 
 
 @dataclass(frozen=True)

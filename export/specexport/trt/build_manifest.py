@@ -8,11 +8,11 @@ keeps what each plan was made from, so that only what changed is built again.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specexport.folder import replace_text
 from specexport.trt.caches import PlanCache, why_damaged, why_stale
 from specexport.trt.plans import (
     DEFAULT_LEVEL,
@@ -82,9 +82,7 @@ def to_build(
 
 def write(folder: Path, manifest: BuildManifest) -> None:
     """Put ``build.json`` into the folder, whole or not at all."""
-    partial = folder / f".{BUILD_MANIFEST}.{os.getpid()}"
-    partial.write_text(json.dumps(encode(manifest), indent=1), encoding="utf-8")
-    partial.replace(folder / BUILD_MANIFEST)
+    replace_text(folder / BUILD_MANIFEST, json.dumps(encode(manifest), indent=1))
 
 
 def read(folder: Path) -> BuildManifest:
@@ -124,7 +122,7 @@ class Task:
     @property
     def file(self) -> str:
         """The plan's file."""
-        return plan_file(self.name, self.settings.compute_capability)
+        return plan_file(self.name, self.settings)
 
 
 def tasks(
@@ -145,7 +143,7 @@ def tasks(
                 manifest.flavour, capability, engine.profiles, engine.precision, manifest.level
             )
             source = made_from(folder / engine.graph, weights, version, settings)
-            old = known.get(plan_file(name, capability))
+            old = known.get(plan_file(name, settings))
             reason = "is new" if old is None else _why(old, source, folder)
             yield Task(name, engine, settings, source, old, reason)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from specexport import folder
 from specexport.datafile import DATA_FILE
 from specexport.errors import ExportError
+from specexport.parts.base import ACTIVATIONS
 from specexport.trt import build_manifest, flavours
 from specexport.trt.build_manifest import (
     BUILD_MANIFEST,
@@ -27,7 +27,6 @@ from specexport.trt.plans import DEFAULT_LEVEL, Built
 from specexport.trt.profiles import Sizes, profiles
 from specgraphs import static_rules
 from specrun import manifest as manifests
-from specrun.contract import DType
 from specrun.errors import DeviceError, FolderError
 from specrun.manifest import EngineSpec, FileEntry, Manifest
 from specrun.options import PREFILL_CHUNK
@@ -36,7 +35,6 @@ from specrun.tuning import TUNING
 
 Progress = Callable[[str, int, int], None]
 MAX_DRAFT = 31  # drafted tokens that one run can verify; prompt lookup makes long proposals
-ACTIVATIONS = {DType.FLOAT32: "fp32", DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def build_folder(out: Path, asked: Asked, progress: Progress | None = None) -> M
         _link_all(made, out, partial)
         made = add_plans(partial, made, asked, report)
         text = manifests.dumps(made)
-        _replace(partial / manifests.MANIFEST, text)
+        folder.replace_text(partial / manifests.MANIFEST, text)
         manifests.read(partial)
     return made
 
@@ -190,7 +188,7 @@ def _described(where: Path, made: Manifest, done: BuildManifest) -> Manifest:
 
 def _plans_of(name: str, built: Sequence[Built]) -> list[PlanSpec]:
     own = [one.spec for one in built if one.spec.file.rpartition(".sm")[0] == name]
-    return sorted(own, key=lambda plan: plan.compute_capability)
+    return sorted(own, key=lambda plan: (plan.compute_capability, plan.flavour))
 
 
 def _is_plan(entry: FileEntry, made: Manifest) -> bool:
@@ -216,12 +214,3 @@ def _link_all(made: Manifest, source: Path, out: Path) -> None:
             os.link(path.resolve(), place)
         except OSError:  # a file system without links
             shutil.copyfile(path, place)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file anew: what stands there may be linked to another folder's."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.ExitStack() as stack:
-        stack.callback(partial.unlink, missing_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)

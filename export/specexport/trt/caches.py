@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specexport.folder import replace_text
 from specexport.trt.plans import BuildSettings, Built, MadeFrom, sha256_of
 from specrun.decode import decode, encode
 from specrun.errors import EngineError
@@ -38,9 +39,8 @@ class PlanCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         plan, notes = self._places(built.made_from)
         _copy(path, plan)
-        partial = notes.with_name(f".{notes.name}.{os.getpid()}")
-        partial.write_text(json.dumps(encode(built), indent=1), encoding="utf-8")
-        partial.replace(notes)  # last, so that what has notes is whole
+        # Last, so that what has notes is whole.
+        replace_text(notes, json.dumps(encode(built), indent=1))
 
     def timing(self, settings: BuildSettings, version: str) -> Path:
         """File of the tactics that full TensorRT measured on one kind of GPU."""

@@ -85,9 +85,11 @@ class Built:
             raise ValueError("spec.key: is not that of made_from")
 
 
-def plan_file(engine: str, compute_capability: int) -> str:
-    """File of an engine's plan: ``target.sm86.engine``."""
-    return f"{engine}.sm{compute_capability}.engine"
+def plan_file(engine: str, settings: BuildSettings) -> str:
+    """File of an engine's plan: ``target.sm86.engine`` for RTX, ``target.sm86.plan`` for full
+    TensorRT, so that a folder may have both."""
+    ending = "engine" if settings.flavour == "tensorrt_rtx" else "plan"
+    return f"{engine}.sm{settings.compute_capability}.{ending}"
 
 
 def sha256_of(path: Path) -> str:

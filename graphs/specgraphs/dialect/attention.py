@@ -51,7 +51,7 @@ class FixedAttention(InPlacePass):
 
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph
-        masks = _Masks(graph, self.capacity)
+        masks = _Masks(self.capacity)
         found = [node for node in graph if node.op_type == "GroupQueryAttention"]
         for node in found:
             _Attention(node, masks).rewrite()
@@ -172,20 +172,12 @@ class _Attention:
         return self.nodes.add("Transpose", split, perm=[0, 2, 1, 3])
 
     def _fused(
-        self,
-        query: ir.Value,
-        key: ir.Value | None,
-        value: ir.Value | None,
-        mask: ir.Value,
+        self, query: ir.Value, key: ir.Value | None, value: ir.Value | None, mask: ir.Value
     ) -> ir.Value:
         return self.nodes.add("Attention", query, key, value, mask, scale=1.0)
 
     def _written_out(
-        self,
-        query: ir.Value,
-        key: ir.Value | None,
-        value: ir.Value | None,
-        mask: ir.Value,
+        self, query: ir.Value, key: ir.Value | None, value: ir.Value | None, mask: ir.Value
     ) -> ir.Value:
         """The heads that share keys are an axis of their own: ``[batch, kv heads, group, ...]``."""
         add, group = self.nodes.add, self.heads // self.kv_heads
@@ -207,8 +199,8 @@ def _is_empty(key: ir.Value) -> bool:
 class _Masks:
     """Where rows stand and what they see, made once for all layers that agree."""
 
-    def __init__(self, graph: ir.Graph, capacity: int) -> None:
-        self.graph, self.capacity = graph, capacity
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._made: dict[Hashable, ir.Value] = {}
 
     def of(self, node: ir.Node, last: ir.Value, window: int | None) -> tuple[ir.Value, ir.Value]:

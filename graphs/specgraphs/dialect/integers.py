@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from specgraphs.engine_graph import EngineGraph
 from specgraphs.nodes import Nodes, replace
-from specgraphs.recipes import Blocks, Made, Recipe, Signed
+from specgraphs.recipes import Blocks, Made, Recipe, Signed, WeightRef
 
 SIGNED = {4: ir.DataType.INT4, 8: ir.DataType.INT8}
 
@@ -32,6 +32,11 @@ def apply(graph: EngineGraph) -> None:
             editor.product(node)
         elif node.op_type == "GatherBlockQuantized":
             editor.lookup(node)
+
+
+def _name(source: WeightRef) -> str:
+    """As :func:`specgraphs.engine_graph.bind` has it: two checkpoints may use the same names."""
+    return source.label if source.origin == "target" else f"{source.origin}.{source.label}"
 
 
 class _Editor:
@@ -75,7 +80,7 @@ class _Editor:
 
     def _dequantized(self, recipe: Signed, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
         *lead, columns = shape
-        title = "+".join(source.label for source in recipe.sources)
+        title = "+".join(map(_name, recipe.sources))
         values = self._made(f"{title}.signed", Made(recipe), SIGNED[recipe.bits], shape)
         if columns % recipe.size or (recipe.bits == 4 and columns % 2):
             raise ValueError(f"{title}: {columns} columns are no whole blocks of {recipe.size}")
@@ -93,6 +98,7 @@ class _Editor:
         return table
 
     def _made(self, name: str, made: Made, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+        assert name not in self.graph.initializers, name
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
         self.graph.initializers[name] = value
         self.engine.made[name] = made
