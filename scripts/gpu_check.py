@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / name) for name in ("runtime", "graphs", "export")]
 sys.path.append(str(ROOT / "scripts"))
 
+from gpu_kit import KIT  # noqa: E402
 from gpu_open import Machine, lacking  # noqa: E402
 from gpu_parts import PARTS, Part, Place  # noqa: E402
 from gpu_verdict import FAILED, NOT_HERE, Found, NotHere, Verdict  # noqa: E402
@@ -235,6 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [n for n in PARTS if not given.only or n.startswith(tuple(given.only))]
     if not names:
         parser.error(f"--only: no part begins with {', '.join(given.only)}")
+    if given.folder is not None and not (given.folder / KIT).is_file():
+        parser.error(f"--from: {given.folder} has no {KIT}; make one with --prepare {given.folder}")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as keep:
         machine = Machine.here(given.device)
         verdicts = check(given.folder, machine, names, given.limit, keep=Path(keep))

@@ -21,6 +21,7 @@ import specrun
 from specrun import CancelToken, Engine, EngineError, Result, Round, UsageError
 from specrun.cli import main
 from specrun.ort import PreparedRun
+from specrun.stats import Meter
 from specrun.stopping import Stopping
 from specrun.target import Target
 from specrun.text import Tokenizer
@@ -411,6 +412,36 @@ def test_partial_from_another_thread(open_toy: OpenToy) -> None:
     counts = [len(partial.tokens) for partial in found]
     assert counts == sorted(counts) and len(set(counts)) > 2
     assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("pieces", [1, 100])
+def test_partial_while_it_goes_on(
+    open_toy: OpenToy, monkeypatch: pytest.MonkeyPatch, when: str, pieces: int
+) -> None:
+    """The same, however far another thread gets while the counts are taken: to the end too."""
+    toy = Toy(max_context=100)
+    stream = open_toy(toy).stream([1], max_new_tokens=60, method="prompt-lookup")
+    freeze = Meter.freeze
+
+    def meanwhile() -> None:
+        monkeypatch.setattr(Meter, "freeze", freeze)
+        for _ in range(pieces):
+            next(stream, None)
+
+    def slow(self: Meter, *arguments: Any, **options: Any) -> Any:
+        if when == "before":
+            meanwhile()
+        found = freeze(self, *arguments, **options)
+        if when == "after":
+            meanwhile()
+        return found
+
+    monkeypatch.setattr(Meter, "freeze", slow)
+    check(stream.partial, [1], toy)
+    check(stream.partial, [1], toy)
+    result = stream.drain()
+    assert (len(result.tokens), stream.partial) == (60, result)
 
 
 # The command.

@@ -117,6 +117,14 @@ def test_tensorrt_rtx_builds_for_other_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpu_open.tensorrt_missing(H200, "tensorrt") is None
 
 
+def test_from_a_folder_without_a_kit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpu_check.main(["--from", str(tmp_path)])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"--from: {tmp_path} has no kit.json; make one with --prepare {tmp_path}")
+
+
 # The same checks on the CPU.
 
 

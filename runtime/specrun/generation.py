@@ -47,8 +47,8 @@ class Generation:
     @property
     def partial(self) -> Result:
         """What was committed so far; its ``finish_reason`` is "unfinished" until there is one."""
-        place = self._place  # read before the result, which takes its place
-        return self._result or self._snapshot(place, "unfinished")
+        taken = self._result or self._snapshot("unfinished")
+        return self._result or taken  # it may have ended meanwhile, in another thread
 
     def run(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
         """Continue ``progress`` on ``lane``: text pieces as they are committed, then the result.
@@ -107,13 +107,11 @@ class Generation:
         place = self._place
         if place is not None:
             place.progress.rewind(place.start + self._meter.emitted)
-        result = self._result = self._snapshot(place, reason, text)
+        result = self._result = self._snapshot(reason, text)
         self._place = self._verification = None  # who keeps the stream keeps no buffers
         return result
 
-    def _snapshot(
-        self, place: _Place | None, reason: FinishReason, text: str | None = None
-    ) -> Result:
+    def _snapshot(self, reason: FinishReason, text: str | None = None) -> Result:
         request, resources = self._request, self._resources
         options, verified = request.options, self._verification
         stats = self._meter.freeze(
@@ -125,7 +123,8 @@ class Generation:
         )
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
-        if place is not None:
+        # After the counts: nothing is counted before there is a place, and none is left in the end.
+        if (place := self._place) is not None:
             tokens = place.progress.committed[place.start : place.start + stats.emitted]
             logprobs = place.progress.logprobs[: stats.emitted]
         if text is None:

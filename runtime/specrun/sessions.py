@@ -54,9 +54,10 @@ def _library(there: Sequence[PlanSpec], flavour: Flavour) -> Any:
     try:
         return trt_library.load(flavour)
     except DeviceError as error:
-        others = sorted({plan.flavour for plan in there} - {flavour})
-        if not others or any(plan.flavour == flavour for plan in there):
+        found: set[Flavour] = {plan.flavour for plan in there}
+        if not found or flavour in found:
             raise
+        others = sorted(found)
         names = " and ".join(plans.PRODUCTS[other] for other in others)
         raise DeviceError(
             f"{error}; the folder has plans of {names} only",
