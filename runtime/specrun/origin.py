@@ -19,12 +19,13 @@ def of_round(done: Round) -> tuple[Origin, ...]:
     ``plain``: its own where nothing was proposed.
     """
     kept = len(done.emitted)
-    accepted: tuple[Origin, ...] = ("accepted",) * min(done.accepted, kept)
-    if kept <= done.accepted:
-        return accepted  # cut before the target's own token
-    if not done.proposal:
-        return ("plain",)
-    return *accepted, "bonus" if done.accepted == len(done.proposal) else "correction"
+    found: list[Origin] = ["accepted"] * min(done.accepted, kept)
+    if kept > done.accepted:  # not cut before the target's own token
+        if not done.proposal:
+            found.append("plain")
+        else:
+            found.append("bonus" if done.accepted == len(done.proposal) else "correction")
+    return tuple(found)
 
 
 def origins(rounds: Iterable[Round]) -> list[Origin]:
