@@ -52,3 +52,24 @@ def test_a_template_that_refuses(template: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         render(template, USER, {})
     assert "--raw" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_thinking_on_and_off(value: bool) -> None:
+    template = "{% if enable_thinking is defined %}{{ enable_thinking }}{% else %}-{% endif %}"
+    assert render(template, [], {}, enable_thinking=value) == str(value)
+    assert render(template, [], {}) == "-"
+    other = "{{ thinking | default('-') }}"  # as DeepSeek-V3.1 calls it
+    assert render(other, [], {}, enable_thinking=value) == str(value)
+    assert render(other, [], {}) == "-"
+    for ignorant in ("{{ messages }}", "{% set thinking = 1 %}{{ thinking }}"):
+        with pytest.raises(UsageError, match="cannot turn thinking on or off, got"):
+            render(ignorant, [], {}, enable_thinking=value)
+
+
+def test_tools_are_a_variable() -> None:
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    assert render(template, [], {}, tools=[{"a": "ö"}]) == '{"a": "ö"}'
+    assert render(template, [], {}, tools=[]) == render(template, [], {}) == ""
+    with pytest.raises(UsageError, match="the chat template knows nothing of tools, got 1"):
+        render("{{ messages }}", [], {}, tools=[{}])

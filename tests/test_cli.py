@@ -18,7 +18,10 @@ from specrun.options import EngineOptions, GenerateOptions
 
 ToyFolder = Callable[[Toy], Path]
 
-CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+CHAT = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}7{% endif %}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+)
 
 
 def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
@@ -161,6 +164,7 @@ def test_a_drafter_that_is_gone(folder: Path) -> None:
 VALUES: dict[str, tuple[list[str], list[str]]] = {
     "prompt": (["--prompt", "1"], ["--prompt", "2"]),
     "system": ([], ["--system", "3"]),
+    "enable_thinking": (["--thinking"], ["--no-thinking"]),
     "raw": ([], ["--raw"]),
     "parse_special": ([], ["--parse-special"]),
     "method": (["--method", "plain"], ["--method", "prompt-lookup"]),
@@ -204,7 +208,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
 # Only the CPU is certain to be there, see test_devices; ids are for programs, the command has
 # --bad-word. PyTorch needs a checkpoint, which toys do not have; see test_verification.
 DEVICES = {"device", "device_id", "provider_library", "user_compute_stream", "cuda_graph"}
-NO_SECOND_VALUE = {"folder", "bad_words_ids", "tuning", "target", *DEVICES}
+NO_SECOND_VALUE = {"folder", "bad_words_ids", "tuning", "target", "tools", *DEVICES}
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -222,12 +226,26 @@ def test_every_option_takes_effect(folder: Path, name: str) -> None:
     assert changed <= {name} | follow
 
 
+def test_tools_of_a_file(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"name": "5"}]', encoding="utf-8")
+    data = json.loads(call(folder, "--prompt", "1", "-n", 2, "--tools", file, "--json").stdout)
+    assert (data["text"], data["options"]["tools"]) == ("67", [{"name": "5"}])
+    for content, says in (("[1]", "--tools: must be a list of objects"), ("{", "--tools: ")):
+        file.write_text(content, encoding="utf-8")
+        result = call(folder, "--prompt", "1", "--tools", file)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"Error: {says}")
+    assert "No such file" in call(folder, "--prompt", "1", "--tools", tmp_path / "no").stderr
+
+
 def test_no_option_is_left_out_of_that() -> None:
     fields = {*EngineOptions.__dataclass_fields__, *GenerateOptions.__dataclass_fields__}
     assert fields <= VALUES.keys() | NO_SECOND_VALUE
     run = main.commands["run"]
     names = {parameter.name for parameter in run.params}
     aliases = {"schedule", "eos_token_id", "ignore_eos", "prompt_file", "as_json", "bad_word"}
+    aliases.add("tools_file")
     assert names - aliases <= VALUES.keys() | NO_SECOND_VALUE
 
 

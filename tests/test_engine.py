@@ -218,6 +218,18 @@ def test_prompts_that_cannot_be_meant(open_toy: OpenToy, prompt: Any, says: str)
 def test_system_needs_a_chat_template(open_toy: OpenToy) -> None:
     with pytest.raises(UsageError, match="system: this folder has no chat template"):
         open_toy(Toy()).generate("1", system="2")
+    with pytest.raises(UsageError, match="tools: this folder has no chat template"):
+        open_toy(Toy()).generate("1", tools=[{}])
+
+
+def test_a_special_token_in_a_tool_is_text(open_toy: OpenToy) -> None:
+    """As one in a message is; the template's own counts."""
+    template = "{{ bos_token }}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+    engine = open_toy(dataclasses.replace(CHATTY, chat_template=template))
+    options = specrun.GenerateOptions(tools=({"name": "<s>1"},))
+    plain = engine.tokenizer.encode("<s>1", add_special_tokens=False, parse_special=False)
+    assert engine.encode("0", options) == [10, *plain]
+    assert 10 not in plain
 
 
 @pytest.mark.parametrize("length", [16, 17, 40])
@@ -430,6 +442,9 @@ def test_a_drafter_that_asks_or_says_what_cannot_be(
         ({"do_sample": "yes"}, "do_sample: must be true or false, got 'yes'"),
         ({"strict": None}, "strict: must be true or false, got None"),
         ({"system": 5}, "system: must be a text, got 5"),
+        ({"enable_thinking": 1}, "enable_thinking: must be true or false, got 1"),
+        ({"tools": {"name": "now"}}, "tools: must be a list of objects, got"),
+        ({"tools": ["now"]}, "tools: must be a list of objects, got"),
         ({"num_assistant_tokens_schedule": 5}, "num_assistant_tokens_schedule: must be one of"),
         ({"max_matching_ngram_size": None}, "max_matching_ngram_size: must be a number, got None"),
         ({"ensemble_weight": None}, "ensemble_weight: must be a number, got None"),

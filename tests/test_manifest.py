@@ -60,6 +60,11 @@ METHOD = ("drafters", "mtp-drafter")
         (put("format", value=6), "format: this specrun reads up to 5, got 6"),
         (put("format", value="5"), "format: must be 5, got '5'"),
         (put("format", value=4), "format: must be 5, got 4"),
+        (put("tokenizer", "response", value={"regex": "a*"}), "response: field must be one of"),
+        (
+            put("tokenizer", "response", value={"thinking": {"starts": [""], "ends": []}}),
+            "tokenizer.response.thinking: starts must be texts of 1 to 200 characters",
+        ),
         (lambda data: data.pop("generation"), "field 'generation' is missing"),
         (put("generation", "max_context", value="32"), "generation.max_context: must be int"),
         (put("generation", "max_context", value=True), "generation.max_context: must be int"),

@@ -25,6 +25,7 @@ from specexport.errors import ExportError, SourceError, WeightsError
 from specexport.sources import Source, resolve, resolve_pair
 from specexport.weights import MergedExperts, Weights
 from specrun.errors import SpecrunError
+from specrun.response_format import Region, ResponseFormat
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -530,6 +531,27 @@ def test_tokenizer_is_written_for_the_runtime(tmp_path: Path, bos: bool) -> None
         "eos_token": "<eos>",
         "eot_token": "<turn|>",
     }
+
+
+def test_how_answers_are_marked_is_taken_along(tmp_path: Path) -> None:
+    """From the tokenizer's response template, else from the marks in its chat template."""
+    (tmp_path / "out").mkdir()
+    template = "{{ messages[0]['content'].split('</think>')[-1] }}"
+    folder = tokenizer_folder(save(llama(), tmp_path / "m"), bos=False, template=template)
+    by_chat = resolve(folder).write_tokenizer(tmp_path / "out").response
+    assert by_chat == ResponseFormat(thinking=Region(("<think>",), ("</think>",)))
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    fields: dict[str, Any] = {
+        "content": {},
+        "tool_calls": {"open_pattern": r"\s*<call>\s*(?P<n>\w+)"},
+    }
+    fields["tool_calls"]["transform"] = {"name": "{n}"}
+    file.write_text(
+        json.dumps(config | {"response_template": {"start_anchor": ">", "fields": fields}})
+    )
+    declared = resolve(folder).write_tokenizer(tmp_path / "out").response
+    assert declared == ResponseFormat(tool_calls=Region(("<call>",), ()))
 
 
 def test_tokenizer_without_template_and_none_at_all(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ from specrun.manifest import (
     dumps,
     sha256_of,
 )
+from specrun.response_format import ResponseFormat
 
 LAYER = KvLayer(layer=0, heads=1, head_size=2, window=None)
 HIDDEN_SIZE = 2
@@ -92,6 +93,7 @@ class Toy:
     bos: int | None = None
     add_bos: bool = False
     chat_template: str | None = None
+    response: ResponseFormat | None = None
     drafter: bool = False
     drafter_logits: tuple[float, ...] = (10.0, 2.0, 1.0)
     max_num_draft: int = 16
@@ -411,6 +413,7 @@ def write_folder(folder: Path, toy: Toy) -> Path:
             add_bos=toy.add_bos,
             chat_template="chat_template.jinja" if toy.chat_template is not None else None,
             special_tokens=bos,
+            response=toy.response,
         ),
         generation=Generation(
             eos_token_ids=toy.eos,

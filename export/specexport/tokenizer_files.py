@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specexport.errors import SourceError
+from specexport.response_formats import response_format
+from specrun.response_format import ResponseFormat
 
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -18,7 +20,7 @@ class TokenizerInfo:
 
     ``vocab_size`` counts added tokens too. ``add_bos``: encoding puts the bos token in front.
     ``special_tokens``: the names chat templates use (``bos_token``, ``eos_token``, ``eot_token``,
-    …) -> the token's text.
+    …) -> the token's text. ``response``: how answers are marked, None where that is not known.
     """
 
     file: str
@@ -26,6 +28,7 @@ class TokenizerInfo:
     vocab_size: int
     add_bos: bool
     special_tokens: dict[str, str]
+    response: ResponseFormat | None = None
 
 
 def write(path: Path, folder: Path) -> TokenizerInfo:
@@ -62,6 +65,7 @@ def save(tokenizer: Any, path: Path, folder: Path) -> TokenizerInfo:
             for name, token in tokenizer.special_tokens_map.items()
             if isinstance(token, str) or type(token).__name__ == "AddedToken"
         },
+        response=response_format(tokenizer, template),
     )
 
 

@@ -31,6 +31,7 @@ FLAGS = {
     "do_sample": "--sample",
     "bad_words": "--bad-word",
     "eos_token_ids": "--eos-token-id",
+    "enable_thinking": "--thinking",
     # Of specrun bench.
     "rounds": "--rounds",
     # Of specexport, which reports its errors with the same function.

@@ -16,21 +16,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specrun.chat import Message, texts
+from specrun.chat import texts
 from specrun.errors import UsageError
 from specrun.text import Span, Tokenizer
 
 _UNUSED = [*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900)]  # no characters; of private use
 
-Render = Callable[[Sequence[Message]], str]
+Given = Sequence[Any]  # messages, or those and more that a template writes
+Render = Callable[[Given], str]
 
 
 def special_spans(
-    rendered: str, messages: Sequence[Message], render: Render, tokenizer: Tokenizer
+    rendered: str, messages: Given, render: Render, tokenizer: Tokenizer
 ) -> list[Span]:
     """Where in ``rendered`` a message, and not the template, spells a special token.
 
-    ``render``: gives the rendering of other messages. Raises UsageError where that cannot be told.
+    ``messages``: all that the caller has of the text, nested as it may be. ``render``: gives the
+    rendering of others in their place. Raises UsageError where that cannot be told.
     """
     if not any(tokenizer.special_spans(text) for text in texts(messages)):
         return []
@@ -50,7 +52,7 @@ def special_spans(
 
 def _around(
     rendered: str,
-    messages: Sequence[Message],
+    messages: Given,
     render: Render,
     tokenizer: Tokenizer,
     marks: Sequence[str],
@@ -80,7 +82,7 @@ def _around(
 
 def _instead(
     rendered: str,
-    messages: Sequence[Message],
+    messages: Given,
     render: Render,
     tokenizer: Tokenizer,
     marks: Sequence[str],
@@ -108,7 +110,7 @@ def _replaced(text: str, spans: list[Span], by: Callable[[str], str]) -> str:
     return "".join([*parts, text[place:]])
 
 
-def _rendered(render: Render, messages: Sequence[Message]) -> str | None:
+def _rendered(render: Render, messages: Given) -> str | None:
     try:
         return render(messages)
     except UsageError:  # it looked at what is marked, and did not like the marks

@@ -26,6 +26,7 @@ from specrun.prompt import Prompt, Prompts, check_ids, encode_prompt, is_batch
 from specrun.request import LogitsProcessors, OnWarning, Request
 from specrun.resolve import resolve_engine, resolve_generate, unsupported_defaults
 from specrun.resources import Resources
+from specrun.response import ResponseReader
 from specrun.result import Result
 from specrun.schedules import Schedules
 from specrun.session import Session
@@ -248,6 +249,23 @@ class Engine(Closing):
             parse = options is not None and options.parse_special
             return self.tokenizer.encode(prompt, add_special_tokens=False, parse_special=parse)
         return check_ids(prompt, self.manifest.target_engine.vocab_size)
+
+    def response_reader(
+        self, prompt: Sequence[int] = (), *, stop: Sequence[str] = ()
+    ) -> ResponseReader:
+        """What parts one answer into thought, content and tool calls, fed with its tokens.
+
+        ``prompt``: ids that the answer continues, see :meth:`encode`; ``stop``: stop strings of the
+        generation. Where the folder does not say how its checkpoint marks them, all is content.
+        """
+        spec = self.manifest
+        return ResponseReader(
+            self.tokenizer,
+            spec.tokenizer.response,
+            check_ids(prompt, max(spec.target_engine.vocab_size, spec.tokenizer.vocab_size)),
+            stop=(stop,) if isinstance(stop, str) else stop,
+            end_ids=spec.generation.eos_token_ids,
+        )
 
     def check_room(self, length: int) -> None:
         """Raise ContextFull unless a token fits behind ``length`` tokens."""

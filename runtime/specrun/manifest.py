@@ -34,6 +34,7 @@ from specrun.errors import FolderError, UsageError
 from specrun.options import ScheduleName
 from specrun.plans import PlanSpec, build_hint
 from specrun.reading import ReadingError, leads_inside, parse_json, shown
+from specrun.response_format import ResponseFormat
 
 FORMAT = 5
 MANIFEST = "manifest.json"
@@ -60,7 +61,10 @@ class Source:
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """The tokenizer file and what must agree between a target and its drafter."""
+    """The tokenizer file and what must agree between a target and its drafter.
+
+    ``response``: how the checkpoint marks the parts of an answer, None where that is not known.
+    """
 
     file: str
     sha256: str
@@ -68,6 +72,7 @@ class TokenizerSpec:
     add_bos: bool
     chat_template: str | None
     special_tokens: dict[str, str]
+    response: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         limits.check_within("vocab_size", self.vocab_size, 1, limits.MAX_VOCABULARY)

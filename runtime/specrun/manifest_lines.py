@@ -6,6 +6,7 @@ from specrun import contract
 from specrun.contract import Role
 from specrun.manifest import EngineSpec, Manifest
 from specrun.plans import PRODUCTS, ProfileSpec
+from specrun.response_format import ResponseFormat
 
 
 def lines(manifest: Manifest) -> dict[str, str]:
@@ -15,6 +16,7 @@ def lines(manifest: Manifest) -> dict[str, str]:
         "target": f"{manifest.target.id} ({manifest.target.architecture})",
         "vocabulary": f"{manifest.tokenizer.vocab_size} tokens",
         "chat template": manifest.tokenizer.chat_template or "-",
+        "answers": _answers(manifest.tokenizer.response),
         "end ids": " ".join(map(str, generation.eos_token_ids)) or "-",
         "max context": f"{generation.max_context} tokens",
         "generation": ", ".join(f"{k} {v}" for k, v in generation.defaults.items()) or "-",
@@ -48,6 +50,17 @@ def lines(manifest: Manifest) -> dict[str, str]:
     for index, note in enumerate(manifest.notes, start=1):
         told[f"note {index}"] = note
     return told
+
+
+def _answers(response: ResponseFormat | None) -> str:
+    """How their parts are marked."""
+    regions = response.regions() if response is not None else {}
+    told = [
+        f"{channel.replace('_', ' ')} {region.starts[0]!r}"
+        + (f" to {region.ends[0]!r}" if region.ends else "")
+        for channel, region in regions.items()
+    ]
+    return ", ".join(told) or "-"
 
 
 def _engine(name: str, engine: EngineSpec) -> dict[str, str]:

@@ -174,7 +174,9 @@ class GenerateOptions:
     ``eos_token_ids``: end ids (None: the manifest's; an int, a list, or an empty list for none).
     ``stop``: strings that end the text; they are not part of it.
     ``raw``: take a text prompt as it is, without the chat template.
-    ``system``: system message for the chat template.
+    ``system``: system message for the chat template. ``enable_thinking``: whether it asks for a
+    thought before the answer (None: as the template does by itself). ``tools``: functions that the
+    model may call, as JSON schemas ``{"type": "function", "function": {…}}``, for the template.
     ``parse_special``: special tokens that the prompt spells ("<eos>") count as such; else they are
     text, and only those that the chat template writes count.
     ``strict``: a drafter that fails is an error instead of plain decoding with a warning, and so is
@@ -208,14 +210,17 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     raw: bool = False
     system: str | None = None
+    enable_thinking: bool | None = None
+    tools: tuple[Mapping[str, Any], ...] | None = None
     parse_special: bool = False
     strict: bool = False
     timeout: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, METHODS)
-        for name in ("raw", "parse_special", "strict", "do_sample"):
-            _truth(name, getattr(self, name), optional=name == "do_sample")
+        for name in ("raw", "parse_special", "strict", "do_sample", "enable_thinking"):
+            optional = name in ("do_sample", "enable_thinking")
+            _truth(name, getattr(self, name), optional=optional)
         if self.system is not None and not isinstance(self.system, str):
             raise UsageError(f"system: must be a text, got {self.system!r}", hint="give a string")
         for name in ("max_matching_ngram_size", "ensemble_weight"):
@@ -236,11 +241,14 @@ class GenerateOptions:
         object.__setattr__(self, "bad_words_ids", _id_lists("bad_words_ids", self.bad_words_ids))
         object.__setattr__(self, "logit_bias", _bias("logit_bias", self.logit_bias))
         self._check_sampling()
-        if self.system is not None and self.raw:
-            raise UsageError(
-                f"system: got {self.system!r} together with raw, which skips the chat template",
-                hint="give one of the two",
-            )
+        object.__setattr__(self, "tools", _objects("tools", self.tools))
+        for name in ("system", "enable_thinking", "tools"):
+            value = getattr(self, name)
+            if value is not None and self.raw:
+                raise UsageError(
+                    f"{name}: got {value!r} together with raw, which skips the chat template",
+                    hint="give one of the two",
+                )
 
     def _check_sampling(self) -> None:
         if self.do_sample and self.temperature == 0:
@@ -382,6 +390,17 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         )
     assert isinstance(items, (list, tuple))
     return tuple(items)
+
+
+def _objects(name: str, value: object) -> tuple[Mapping[str, Any], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Mapping) for v in value):
+        raise UsageError(
+            f"{name}: must be a list of objects, got {value!r}",
+            hint='give for example [{"type": "function", "function": {"name": "now"}}]',
+        )
+    return tuple(value)
 
 
 def _id_lists(name: str, value: object) -> tuple[tuple[int, ...], ...] | None:

@@ -82,8 +82,11 @@ def _encode_text(
     template: str | None,
     manifest: Manifest,
 ) -> list[int]:
-    if options.system is not None and template is None:
-        raise UsageError("system: this folder has no chat template", hint="put it into the prompt")
+    for name in ("system", "enable_thinking", "tools"):
+        if getattr(options, name) is not None and template is None:
+            raise UsageError(
+                f"{name}: this folder has no chat template", hint="put it into the prompt"
+            )
     # Nobody's message is empty text, so an empty prompt is the start of a text, as without a chat.
     if template is not None and not options.raw and (text or options.system is not None):
         messages = [{"role": "user", "content": text}]
@@ -112,14 +115,22 @@ def _encode_messages(
         )
     now = datetime.datetime.now()
 
-    def render(given: Sequence[chat.Message]) -> str:
-        return chat.render(template, given, manifest.tokenizer.special_tokens, now=now)
+    def render(given: Sequence[Any]) -> str:
+        return chat.render(
+            template,
+            given[0],
+            manifest.tokenizer.special_tokens,
+            tools=given[1],
+            enable_thinking=options.enable_thinking,
+            now=now,
+        )
 
-    text = render(messages)
+    given = (messages, options.tools)
+    text = render(given)
     # The template writes the special tokens itself, the first one included.
     if options.parse_special:
         return tokenizer.encode(text, add_special_tokens=False)
-    spans = special_spans(text, messages, render, tokenizer)
+    spans = special_spans(text, given, render, tokenizer)
     if not spans:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_parts(text, spans)

@@ -141,7 +141,9 @@ class DraftModel:
             info = self.source.write_tokenizer(Path(own))
             shutil.copyfile(Path(own) / info.file, folder / TOKENIZER)
         # It never makes a prompt, so it needs no template for one.
-        self._tokenizer = dataclasses.replace(info, file=TOKENIZER, chat_template=None)
+        self._tokenizer = dataclasses.replace(
+            info, file=TOKENIZER, chat_template=None, response=None
+        )
 
     def drafter(
         self, settings: Settings, target_sha256: str, sha256: Mapping[str, str]

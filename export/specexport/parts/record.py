@@ -33,6 +33,7 @@ def manifest_tokenizer(info: TokenizerInfo, sha256: str) -> TokenizerSpec:
         add_bos=info.add_bos,
         chat_template=info.chat_template,
         special_tokens=info.special_tokens,
+        response=info.response,
     )
 
 
