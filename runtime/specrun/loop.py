@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specrun.drafters.base import Drafter, Proposal
+from specrun.drafters.base import Drafter, Proposal, resume
 from specrun.judge import Judge, TokenLogprob
 from specrun.outcome import Outcome
 from specrun.schedule import Schedule
@@ -205,8 +205,10 @@ def _prefill(
     meter.switch("draft")
     by_rows = drafter.needs_prompt_rows
     if by_rows:
-        target.truncate(0)  # rows that are in the KV already are not returned again
-    drafter.begin(prompt[:1] if by_rows else list(prompt))
+        # Rows that are in the KV already are not returned again, so the drafter must have them.
+        target.truncate(resume(drafter, prompt, target.length))
+    else:
+        drafter.begin(list(prompt))
 
     def on_rows(start: int, hidden: NDArray[np.float32]) -> None:
         # Row i gave token i + 1. The row of the last token gives one that is not known yet.
@@ -217,6 +219,7 @@ def _prefill(
         meter.switch("prefill")
 
     meter.switch("prefill")
+    meter.prefilled = len(prompt) - target.length
     return target.prefill(
         np.array([prompt[target.length :]], dtype=np.int64),
         want_logits=judge.wants_logits,

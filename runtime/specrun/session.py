@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specrun.cancel import CancelToken
+from specrun.common_text import common_ids, common_text
 from specrun.drafters.base import Drafter
-from specrun.drafters.model import common_prefix
 from specrun.errors import UsageError
 from specrun.lane import Lane
 from specrun.loop import OnRound, Progress
@@ -62,14 +62,21 @@ class Session(Closing):
     def replace(self, prompt: Prompt, options: GenerateOptions | None = None) -> None:
         """Let the whole text be ``prompt``; what it has in common with the text so far is kept.
 
-        For chats: give all messages, and only those that are new are read. Raises as ``append``.
+        For chats: give all messages, and only those that are new are read. Where text or messages
+        spell what the session has in other tokens, as a model's own answer may be, its tokens
+        stay; token ids are taken as they are. Raises as ``append``.
         """
         with self._engine.held():
             _, progress = self._open()
-            tokens = self._engine.encode(prompt, options)
-            same = common_prefix(tokens, progress.committed)
-            progress.rewind(same)
-            progress.committed += tokens[same:]
+            wanted = self._engine.encode(prompt, options)
+            committed = progress.committed
+            if isinstance(prompt, str) or any(isinstance(item, Mapping) for item in prompt):
+                same = common_text(committed, wanted, self._engine.tokenizer)
+            else:
+                same = common_ids(committed, wanted)
+            self._engine.check_room(same.have + len(wanted) - same.want)
+            progress.rewind(same.have)
+            committed += wanted[same.want :]
 
     def rewind(self, length: int) -> None:
         """Keep the first ``length`` tokens. Raises UsageError where there are fewer."""

@@ -30,6 +30,8 @@ Phase = Literal["prefill", "draft", "verify", "other"]
 class Stats:
     """Counts in tokens, times in seconds.
 
+    ``prefilled``: of the ``prompt_tokens``, those that the target read; it had the others in its
+    KV, as a session has those of earlier turns (all but the last one, which is read again).
     ``mode``: ``plain`` when nothing was to be drafted, ``fallback`` when the drafter failed and
     the text was finished without it. ``target_steps``: verification runs of the target, one per
     round; prefill is apart. ``*_by_position[i]``: of the drafts at place i of a proposal.
@@ -68,6 +70,7 @@ class Stats:
     verifier: VerifierName = "engine"
     torch_steps: int = 0
     verifier_failure: str | None = None
+    prefilled: int = 0
 
     def __post_init__(self) -> None:
         if self.accepted + self.rejected != self.drafted:
@@ -135,6 +138,7 @@ class Meter:
 
     mode: Mode = "plain"
     prompt_tokens: int = 0
+    prefilled: int = 0
     first: int = 0  # tokens that the prompt gave: 1 when it is read
     rounds: list[Counts] = field(default_factory=list)
     tie_below: float | None = None
@@ -196,6 +200,7 @@ class Meter:
             method=method,
             mode=self.mode,
             prompt_tokens=self.prompt_tokens,
+            prefilled=self.prefilled,
             emitted=self.first + sum(counts.emitted for counts in rounds),
             rounds=len(rounds),
             target_steps=len(rounds),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ class Drafter(Protocol):
 
     Per call: ``begin`` once, ``observe`` with the first token; then in every round ``propose``
     (unless nothing may be drafted), ``truncate`` and ``observe``.
+
+    One that ``needs_prompt_rows`` may have a fifth verb, :meth:`Resuming.resume`, called instead of
+    ``begin``.
     """
 
     @property
@@ -75,3 +78,23 @@ class Drafter(Protocol):
     def truncate(self, length: int) -> None:
         """Only the first ``length`` tokens of what was committed and proposed stand."""
         ...
+
+
+class Resuming(Protocol):
+    """A drafter that needs the rows of the prompt and keeps what it made of those of before."""
+
+    def resume(self, tokens: Sequence[int], most: int) -> int:
+        """Start over with the prompt ``tokens``, of which at least one comes by ``observe``.
+
+        Returns how many of the target's rows, from the first on, it need not see, at most ``most``:
+        the tokens from that number + 1 on come by ``observe``.
+        """
+        ...
+
+
+def resume(drafter: Drafter, tokens: Sequence[int], most: int) -> int:
+    """``drafter.resume``, or where there is none, ``begin`` with the first token and 0."""
+    if callable(getattr(type(drafter), "resume", None)):
+        return cast(Resuming, drafter).resume(tokens, most)
+    drafter.begin(tokens[:1])
+    return 0

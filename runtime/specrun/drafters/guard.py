@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from specrun.drafters.base import Drafter, Proposal
+from specrun.drafters.base import Drafter, Proposal, resume
 from specrun.sampling import Sampler
 
 
@@ -41,6 +41,19 @@ class GuardedDrafter:
     def begin(self, tokens: Sequence[int]) -> None:
         """See :class:`Drafter`."""
         self._call("begin", tokens)
+
+    def resume(self, tokens: Sequence[int], most: int) -> int:
+        """See :class:`specrun.drafters.base.Resuming`; ``most`` after a failure."""
+        if self._drafter is None:
+            return most
+        try:
+            rows = operator.index(resume(self._drafter, tokens, most))
+            if not 0 <= rows <= most:
+                raise ValueError(f"resume must return a number from 0 to {most}, got {rows}")
+            return rows
+        except Exception as error:
+            self._fail(error)
+            return most
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """See :class:`Drafter`."""

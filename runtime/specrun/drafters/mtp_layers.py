@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from specrun.contract import ARGMAX, HIDDEN, LOGITS, NEXT_HIDDEN, PAST_LENGTH, TOKENS
 from specrun.drafters.base import Proposal, draw_from_row, proposal_of
+from specrun.drafters.model import common_prefix
 from specrun.kv import INITIAL_CAPACITY, KvBuffers
 from specrun.manifest import EngineSpec
 from specrun.runner import Run, Session
@@ -69,6 +70,20 @@ class MtpLayersDrafter:
         self._first = 0
         for layer in self._layers:
             layer.kv.truncate(0)
+
+    def resume(self, tokens: Sequence[int], most: int) -> int:
+        """Start over with what the layers have of a prompt; see :class:`drafters.base.Resuming`.
+
+        Row i of layer k comes from the tokens up to i + 1 + k, so of r tokens in common the first
+        r - K rows stand in all K layers, and the target's rows from there on are wanted again.
+        """
+        common = common_prefix(self._tokens, tokens) - len(self._layers)
+        rows = max(0, min(common, most, *(layer.kv.length for layer in self._layers)))
+        self._tokens = list(tokens[: rows + 1])
+        self._rows, self._first = self._none, rows
+        for layer in self._layers:
+            layer.kv.truncate(rows)
+        return rows
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """Keep the tokens and copies of their rows; a long prompt goes through the layers now."""
