@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specrun.cancel import CancelToken
+    from specrun.conversation import Chat, ChatStream, Reply
     from specrun.drafters.base import Drafter
     from specrun.engine import Engine, load
     from specrun.errors import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     )
     from specrun.loop import Round
     from specrun.options import EngineOptions, GenerateOptions
+    from specrun.response import Piece, ResponseReader
     from specrun.result import Result
     from specrun.session import Session
     from specrun.stats import Stats
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CancelToken",
+    "Chat",
+    "ChatStream",
     "ContextFull",
     "DeviceError",
     "Drafter",
@@ -44,6 +48,9 @@ __all__ = [
     "EngineOptions",
     "FolderError",
     "GenerateOptions",
+    "Piece",
+    "Reply",
+    "ResponseReader",
     "Result",
     "Round",
     "Session",
@@ -57,6 +64,8 @@ __all__ = [
 
 _MODULES = {
     "CancelToken": "cancel",
+    "Chat": "conversation",
+    "ChatStream": "conversation",
     "ContextFull": "errors",
     "DeviceError": "errors",
     "Drafter": "drafters.base",
@@ -65,6 +74,9 @@ _MODULES = {
     "EngineOptions": "options",
     "FolderError": "errors",
     "GenerateOptions": "options",
+    "Piece": "response",
+    "Reply": "conversation",
+    "ResponseReader": "response",
     "Result": "result",
     "Round": "loop",
     "Session": "session",

@@ -105,6 +105,20 @@ def _switch(enable_thinking: bool | None, known: Collection[str]) -> dict[str, b
     )
 
 
+def check_known(
+    template: str, *, tools: Sequence[Tool] | None, enable_thinking: bool | None
+) -> None:
+    """Raise UsageError where the template knows nothing of what is given, as ``render`` does."""
+    if not tools and enable_thinking is None:
+        return
+    try:
+        known = _variables(Sandbox(Budget(0, chat_limits.SECONDS)), template)
+    except Exception:  # a template that is broken; its rendering says how
+        return
+    _tools(tools, known)
+    _switch(enable_thinking, known)
+
+
 def texts(value: object) -> Iterator[str]:
     """Every text in messages, those inside of lists and objects too."""
     waiting = [value]

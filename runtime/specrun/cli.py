@@ -6,13 +6,16 @@ import dataclasses
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from specrun import __version__
+from specrun.cli_answer import AnswerWriter
 from specrun.cli_bench import bench
+from specrun.cli_chat import chat
 from specrun.cli_errors import reports_errors
 from specrun.cli_options import (
     ENGINE,
@@ -25,8 +28,12 @@ from specrun.cli_stats import options_line, stats_table, table
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
 from specrun.options import Integrity
+from specrun.response_format import CHANNELS
 
 if TYPE_CHECKING:
+    from specrun.engine import Engine
+    from specrun.options import GenerateOptions
+    from specrun.response import ResponseReader
     from specrun.result import Result
     from specrun.stream import TextStream
 
@@ -61,6 +68,7 @@ def main() -> None:
     Examples:
       specrun engines/ --prompt "Write a joke about RAM"
       specrun engines/ --prompt-file question.txt --json > answer.json
+      specrun chat engines/
       specrun inspect engines/
       specrun doctor
 
@@ -90,6 +98,8 @@ def run(
 ) -> None:
     """Generate text from the engines in FOLDER.
 
+    Where the model marks its thoughts they go to stderr, and the answer to stdout.
+
     \b
     Examples:
       specrun engines/ --prompt "Write a joke about RAM" --stats
@@ -110,7 +120,11 @@ def run(
     with specrun.load(folder, options=opening) as engine:
         warn = _silent if quiet else _warn
         stream = engine.stream(text, options=options, on_warning=warn)
-        interrupted = _show(stream, as_json=as_json)
+        readers = _readers(engine, text, options)
+        if as_json or readers is None:
+            interrupted = _show(stream, as_json=as_json)
+        else:
+            interrupted = _show_parts(stream, next(readers), quiet=quiet)
         result = stream.partial
         if result.finish_reason == "timeout":
             warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
@@ -118,8 +132,9 @@ def run(
         not_tuned = engine.not_tuned if auto else None
         if as_json:
             inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
-            click.echo(_json_result(result, {**inputs, **dataclasses.asdict(engine.options)}))
-        else:
+            given = {**inputs, **dataclasses.asdict(engine.options)}
+            click.echo(_json_result(result, given, None if readers is None else next(readers)))
+        elif readers is None:
             click.echo()
     if stats:
         click.echo(stats_table(result.stats), err=True)
@@ -198,6 +213,29 @@ def _show(stream: TextStream, *, as_json: bool) -> bool:
     return False
 
 
+def _readers(
+    engine: Engine, prompt: str, options: GenerateOptions
+) -> Iterator[ResponseReader] | None:
+    """What parts the answer, as often as wanted; None where it is shown as it is: with --raw, or
+    where nobody knows how the checkpoint marks its parts."""
+    if options.raw or engine.manifest.tokenizer.response is None:
+        return None
+    ids = engine.encode(prompt, options)
+    return iter(lambda: engine.response_reader(ids, stop=options.stop), None)
+
+
+def _show_parts(stream: TextStream, reader: ResponseReader, *, quiet: bool) -> bool:
+    """The same where thought and answer are told apart."""
+    from specrun.response import read_stream
+
+    try:
+        with stream:
+            AnswerWriter(quiet=quiet).write(read_stream(stream, reader))
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other", hint="give one of them")
@@ -236,14 +274,19 @@ def _silent(message: str) -> None:
     pass
 
 
-def _json_result(result: Result, options: dict[str, Any]) -> str:
+def _json_result(result: Result, options: dict[str, Any], reader: ResponseReader | None) -> str:
     data = result.as_dict()
+    if reader is not None:
+        reader.feed(result.tokens)
+        reader.finish()
+        data |= {channel: reader.text_of(channel) for channel in CHANNELS}
     data["options"] = {**options, **data["options"]}
     return json.dumps(data, ensure_ascii=False, indent=2)
 
 
 main.add_command(tune)
 main.add_command(bench)
+main.add_command(chat)
 
 
 if __name__ == "__main__":

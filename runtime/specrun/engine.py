@@ -14,6 +14,7 @@ from typing import Any, cast, overload
 from specrun import manifest
 from specrun.batch import in_turn
 from specrun.cancel import CancelToken
+from specrun.conversation import Chat
 from specrun.drafters.base import Drafter
 from specrun.errors import ContextFull, UsageError
 from specrun.generation import Generation
@@ -179,6 +180,15 @@ class Engine(Closing):
         session = Session(self, Lane(self._resources))
         self._sessions.add(session)
         return session
+
+    def chat(self, *, options: GenerateOptions | None = None, **changes: Any) -> Chat:
+        """A conversation, with KV buffers of its own, that reads only what is new of each turn.
+
+        ``options`` and ``changes`` (fields of :class:`GenerateOptions` by name, ``system`` and
+        ``enable_thinking`` among them) hold for every answer. Raises UsageError where the folder
+        has no chat template.
+        """
+        return Chat(self, build(GenerateOptions, changes, options))
 
     def resolve(self, options: GenerateOptions) -> GenerateOptions:
         """``options`` as they take effect on this folder. Raises UsageError."""

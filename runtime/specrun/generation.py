@@ -50,6 +50,14 @@ class Generation:
         taken = self._result or self._snapshot("unfinished")
         return self._result or taken  # it may have ended meanwhile, in another thread
 
+    @property
+    def tokens(self) -> list[int]:
+        """The new ids of ``partial``, without the rest of it."""
+        place = self._place
+        if place is None:
+            return [] if self._result is None else list(self._result.tokens)
+        return place.progress.committed[place.start : place.start + self._meter.emitted]
+
     def run(self, lane: Lane, progress: Progress) -> Generator[str, None, Result]:
         """Continue ``progress`` on ``lane``: text pieces as they are committed, then the result.
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specrun.response_format import Channel, ResponseFormat
 from specrun.text import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from specrun.stream import TextStream
 
 PROMPT_TAIL = 64  # tokens at the end of a prompt that may hold the start of a part
 
@@ -148,6 +151,17 @@ class ResponseReader:
         kept = text.rstrip()
         self._blank[channel] = text[len(kept) :]
         return kept
+
+
+def read_stream(stream: TextStream, reader: ResponseReader) -> Iterator[Piece]:
+    """The pieces of a stream by their parts."""
+    read = 0
+    for _ in stream:
+        tokens = stream.tokens
+        yield from reader.feed(tokens[read:])
+        read = len(tokens)
+    yield from reader.feed(stream.tokens[read:])
+    yield from reader.finish()
 
 
 def _pending(buffer: str, marks: Sequence[_Mark]) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 MAX_MARKS = 16  # spellings of a start or an end
 MAX_MARK = 200  # characters of one
 
 Channel = Literal["thinking", "content", "tool_calls"]
+CHANNELS: tuple[Channel, ...] = get_args(Channel)
 
 
 @dataclass(frozen=True)

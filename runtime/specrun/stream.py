@@ -54,6 +54,11 @@ class TextStream(Closing, Iterator[str]):
         """
         return self._generation.partial
 
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that were committed so far, those of ``partial``."""
+        return self._generation.tokens
+
     def drain(self) -> Result:
         """Take all pieces that are left and return the result."""
         with self._alone():

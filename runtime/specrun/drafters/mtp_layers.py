@@ -77,6 +77,8 @@ class MtpLayersDrafter:
         Row i of layer k comes from the tokens up to i + 1 + k, so of r tokens in common the first
         r - K rows stand in all K layers, and the target's rows from there on are wanted again.
         """
+        if self._first + len(self._rows) == self._known:  # not so where a round was broken off
+            self._settle()
         common = common_prefix(self._tokens, tokens) - len(self._layers)
         rows = max(0, min(common, most, *(layer.kv.length for layer in self._layers)))
         self._tokens = list(tokens[: rows + 1])
