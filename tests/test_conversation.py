@@ -83,7 +83,8 @@ def test_ten_turns_with_rewinds(open_toy: OpenToy, method: Any, sampled: bool) -
     """Some answers end by themselves, some are cut; every third turn is taken back."""
     toy = TOY
     if sampled:
-        table = tuple(tuple(float(abs(i - j - 1) % 5) for j in range(17)) for i in range(17))
+        rows = [[1.0 + (i - j) % 5 if j < 11 else 1e-9 for j in range(17)] for i in range(17)]
+        table = tuple(tuple(p / sum(each) for p in each) for each in rows)
         changes: dict[str, Any] = {"table": table, "history_weight": 0}
         draft = Toy(**FIELDS | changes)
         toy = Toy(chat_template=CHAT, drafter=True, draft=draft, **FIELDS | changes)
