@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from specrun.cli_answer import AnswerWriter
-from specrun.cli_errors import reports_errors, with_flags
+from specrun.cli_errors import reports_errors
 from specrun.cli_options import (
     engine_options,
     generate_options,
@@ -23,7 +23,7 @@ from specrun.cli_options import (
 )
 from specrun.cli_stats import stats_table
 from specrun.errors import ContextFull, SpecrunError, UsageError
-from specrun.options import METHODS, Method
+from specrun.options import Method
 from specrun.reading import printable
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ HOW_TO_LEAVE = "(Ctrl-D or /quit to leave, /help for what else there is)"
 MAX_LINE = 1 << 20  # characters
 COMMANDS = {
     "/system [TEXT]": "say how to answer from now on; without TEXT: no system message",
-    "/method NAME [K]": f"what drafts ({', '.join(METHODS)}), and how many tokens",
+    "/method NAME [K]": "what drafts (see --method), and how many tokens",
     "/think on|off|auto": "whether a thought comes first, where the template knows that",
     "/undo": "take back the last turn",
     "/reset": "forget the whole conversation",
@@ -116,9 +116,9 @@ class Conversation:
                     raise
                 full = isinstance(error, ContextFull)
                 hint = "take turns back with /undo, or /reset the chat" if full else error.hint
-                _say(f"Error: {with_flags(str(error))}")
+                _say(f"Error: {error}")
                 if hint:
-                    _say(f"hint: {with_flags(hint)}")
+                    _say(f"hint: {hint}")
 
     def _do(self, text: str) -> None:
         if not text.startswith("/"):

@@ -18,9 +18,10 @@ def stats_table(stats: Stats) -> str:
     seconds = " ".join(f"{phase} {value:.3f}" for phase, value in stats.seconds.items())
     lossy = ", lossy" if stats.lossy else ""
     exact = f", exact in runs of {stats.exact_width} rows" if stats.exact else ""
+    read = "" if stats.prefilled == stats.prompt_tokens else f" ({stats.prefilled} of them read)"
     lines = {
         "method": f"{stats.method} ({stats.mode}{lossy}{exact}) on {stats.provider}",
-        "tokens": f"{stats.prompt_tokens} prompt, {stats.emitted} new",
+        "tokens": f"{stats.prompt_tokens} prompt{read}, {stats.emitted} new",
         "drafted": f"{stats.drafted}, accepted {stats.accepted} ({stats.acceptance:.0%})",
         "acceptance by position": by_position,
         "tokens per target step": f"{stats.tokens_per_target_step:.2f}",
