@@ -18,6 +18,8 @@ from transformers.utils.chat_parsing import parse_response
 import specrun
 from specrun import Chat, ContextFull, Reply, UsageError, tool_calls
 from specrun.common_text import common_text
+from specrun.drafters.base import resume
+from specrun.drafters.guard import GuardedDrafter
 from specrun.loop import Round
 from specrun.response_format import Region, ResponseFormat
 from specrun.text import Tokenizer
@@ -115,17 +117,20 @@ def test_ten_turns_with_rewinds(open_toy: OpenToy, method: Any, sampled: bool) -
 LETTERS = "{% for m in messages %}{{ m.content }}{{ 'h' if m.role == 'user' else 'g' }}{% endfor %}"
 
 
+FOLDERS = [*small_vocabulary.METHODS.items(), ("mtp", "glm4-moe")]  # which has two MTP layers
+
+
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("method", small_vocabulary.METHODS)
+@pytest.mark.parametrize(("method", "name"), FOLDERS)
 def test_ten_turns_on_exported_engines(
-    small_folder: Callable[[str], Path], method: Any, sampled: bool
+    small_folder: Callable[[str], Path], method: Any, name: str, sampled: bool
 ) -> None:
     """Every method there is, with text in 8 letters; every third turn is taken back."""
-    folder = small_folder(small_vocabulary.METHODS[method]) / small_vocabulary.ENGINES
+    folder = small_folder(name) / small_vocabulary.ENGINES
     options: dict[str, Any] = {"method": method, "num_assistant_tokens": 3, "max_new_tokens": 3}
     options |= {"strict": True}
     # MTP layers see rows of the target once more, one for each layer.
-    extra = 1 if method == "mtp" else 0
+    extra = {"mtp": 1, "glm4-moe": 2}.get(name, 0)
     drafted = 0
     with specrun.load(folder, threads=1) as engine:
         engine.chat_template = LETTERS
@@ -180,6 +185,45 @@ def test_an_undone_turn_is_read_from_where_it_began(open_toy: OpenToy, method: A
     cold = engine.generate(ids, method=method, max_new_tokens=5)
     assert cold.tokens == reply.result.tokens
     assert reply.result.stats.prefilled == len("5ea") + 1  # and the token before the 5 again
+
+
+class Rows:
+    """Needs the rows of a prompt; ``resume`` says ``given``, or raises it."""
+
+    needs_prompt_rows, max_drafts = True, None
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.began: list[int] | None = None
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.began = list(tokens)
+
+    def resume(self, tokens: Sequence[int], most: int) -> Any:
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
+
+
+@pytest.mark.parametrize("given", [ZeroDivisionError(), -1, 4, "3", None])
+def test_a_drafter_that_cannot_resume(given: Any) -> None:
+    """It drafts no more, and so needs no rows."""
+    failures: list[Exception] = []
+    drafter: Any = Rows(given)
+    guarded = GuardedDrafter(drafter, failures.append, vocab_size=10)
+    assert guarded.resume([1, 2, 3, 4, 5], 3) == 3
+    assert len(failures) == 1
+    assert guarded.resume([1], 0) == 0
+    assert len(failures) == 1
+
+
+def test_drafters_that_resume_and_that_do_not() -> None:
+    drafter: Any = Rows(2)
+    assert resume(drafter, [1, 2, 3, 4], 3) == 2
+    assert drafter.began is None
+    monkey: Any = type("Other", (), {"begin": Rows.begin})()
+    assert resume(monkey, [1, 2, 3, 4], 3) == 0
+    assert monkey.began == [1]
 
 
 def test_an_answer_that_was_cut(open_toy: OpenToy) -> None:
@@ -451,3 +495,18 @@ def test_calls_in_json() -> None:
     assert tool_calls.parsed(text[:-20], QWEN) is None
     for body in ("[]", "1", '{"name": "now"}', '{"name": 1, "arguments": {}}', "now <arg>"):
         assert tool_calls.parsed(f"<tool_call>{body}</tool_call>", QWEN) is None
+
+
+def test_the_script_that_shows_what_turns_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import chat_turns
+    import toys
+
+    folder = toys.write_folder(tmp_path / "engines", TOY)
+    assert chat_turns.main([str(folder), "--turns", "3", "--words", "2", "--new", "3"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["turn", "tokens", "read"]
+    tokens, read = ([int(row.split()[column]) for row in rows] for column in (1, 2))
+    assert read[0] == tokens[0]
+    assert tokens[2] - tokens[1] >= read[2] - 1 > 0

@@ -63,7 +63,7 @@ def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
     Examples:
       specrun chat engines/
       specrun chat engines/ --system "Answer in one sentence." --method prompt-lookup -k 8
-      printf 'Hello\nAnd now in French\n' | specrun chat engines/ -n 64
+      printf 'Hello\\nAnd now in French\\n' | specrun chat engines/ -n 64
     """
     if given["logprobs"] is not None:
         raise UsageError("--logprobs: a chat does not show them", hint="use specrun run --json")
