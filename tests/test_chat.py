@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from specrun import UsageError
-from specrun.chat import render
+from specrun.chat import check_known, render
 
 USER = [{"role": "user", "content": "Hi <b> & ü"}]
 
@@ -65,6 +65,17 @@ def test_thinking_on_and_off(value: bool) -> None:
     for ignorant in ("{{ messages }}", "{% set thinking = 1 %}{{ thinking }}"):
         with pytest.raises(UsageError, match="cannot turn thinking on or off, got"):
             render(ignorant, [], {}, enable_thinking=value)
+
+
+def test_what_a_template_knows() -> None:
+    """Asked for without rendering; one that is broken is left to the rendering."""
+    check_known("{{ tools }}{{ enable_thinking }}", tools=[{}], enable_thinking=True)
+    check_known("{{ messages }}", tools=None, enable_thinking=None)
+    check_known("{{ broken", tools=[{}], enable_thinking=True)
+    with pytest.raises(UsageError, match="knows nothing of tools"):
+        check_known("{{ enable_thinking }}", tools=[{}], enable_thinking=True)
+    with pytest.raises(UsageError, match="cannot turn thinking on or off, got False"):
+        check_known("{{ tools }}", tools=[{}], enable_thinking=False)
 
 
 def test_tools_are_a_variable() -> None:

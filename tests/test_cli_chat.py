@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ def test_lines_of_a_real_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where stdout is none, prompts go to stderr."""
-    given = iter(["1\\", "2", EOFError])
+    given: Iterator[str | type[BaseException]] = iter(["1\\", "2", EOFError])
 
     def typed(prompt: str) -> str:
         assert prompt == expected

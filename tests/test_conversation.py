@@ -497,6 +497,15 @@ def test_calls_in_json() -> None:
         assert tool_calls.parsed(f"<tool_call>{body}</tool_call>", QWEN) is None
 
 
+def test_tokens_of_a_stream(open_toy: OpenToy) -> None:
+    """At any piece those of ``partial``, without the rest of it."""
+    stream = open_toy(TOY).stream("1", max_new_tokens=7, eos_token_ids=())
+    assert stream.tokens == []
+    for _ in stream:
+        assert stream.tokens == stream.partial.tokens != []
+    assert stream.tokens == stream.result.tokens
+
+
 def test_the_script_that_shows_what_turns_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
