@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import ResponseParser, parse_response
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from specexport.response_formats import fixed_texts, of_chat_template, of_response_template
+from specrun.chat import render
 from specrun.response import ResponseReader
 from specrun.response_format import Channel, Region, ResponseFormat
 from specrun.stopping import Stopping
@@ -235,10 +237,53 @@ def test_fixed_texts_of_patterns(
     assert fixed_texts(pattern, last=True) == end
 
 
+# In the manner of Qwen3's: thoughts, calls, tools, and a switch.
+TEMPLATE = r"""{%- for t in tools or [] %}{{ '<tools>' + (t | tojson) }}{% endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}
+{%- endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_messages_with_thoughts_and_calls_are_rendered_as_by_transformers(thinking: Any) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "ü"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm", "tool_calls": [call]},
+        {"role": "tool", "content": "12:30"},
+    ]
+    tools: Any = [{"type": "function", "function": {"name": "now", "description": "<ü>"}}]
+    switch = {} if thinking is None else {"enable_thinking": thinking}
+    [theirs], _ = render_jinja_template(
+        conversations=[messages],
+        chat_template=TEMPLATE,
+        tools=tools,
+        add_generation_prompt=True,
+        **switch,
+    )
+    assert render(TEMPLATE, messages, {}, tools=tools, enable_thinking=thinking) == theirs
+    assert "<think>Hm</think>" in theirs
+    assert ("</think>\n\n" in theirs) == (thinking is False)
+
+
 def test_formats_of_families() -> None:
     assert of_chat_template("{{ messages }}") is None
     r1 = of_chat_template("{% set content = content.split('</think>')[-1] %}")
     assert r1 == ResponseFormat(thinking=Region(("<think>",), ("</think>",)))
+    for start, end in (("[THINK]", "[/THINK]"), ("<think>", "</think>")):
+        found = of_chat_template(f"'{start}' + thought + '{end}'")
+        assert found == ResponseFormat(thinking=Region((start,), (end,)))
+    deepseek = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    for start, end in (("<tool_call>", "</tool_call>"), deepseek):
+        found = of_chat_template(f"'{start}' + call + '{end}'")
+        assert found == ResponseFormat(tool_calls=Region((start,), (end,)))
     gemma = FORMATS["gemma4"]
     assert gemma is not None and gemma.tool_calls is not None
     assert gemma.thinking == Region(("<|channel>thought\n",), ("<channel|>",))

@@ -21,10 +21,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates cal
 _THINKING = (
     (("<|channel>", "<channel|>"), Region(("<|channel>thought\n",), ("<channel|>",))),  # Gemma 4
     (("</think>",), Region(("<think>",), ("</think>",))),  # Qwen3, DeepSeek-R1, GLM-4.5
+    (("[THINK]", "[/THINK]"), Region(("[THINK]",), ("[/THINK]",))),  # Magistral
 )
 _TOOL_CALLS = (
     (("<|tool_call>", "<tool_call|>"), Region(("<|tool_call>",), ("<tool_call|>",))),  # Gemma 4
     (("<tool_call>", "</tool_call>"), Region(("<tool_call>",), ("</tool_call>",))),  # Qwen, GLM
+    (  # DeepSeek-V3 and R1: all calls of an answer in one region
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        Region(("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)),
+    ),
 )
 
 

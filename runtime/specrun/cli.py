@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -120,11 +121,11 @@ def run(
     with specrun.load(folder, options=opening) as engine:
         warn = _silent if quiet else _warn
         stream = engine.stream(text, options=options, on_warning=warn)
-        readers = _readers(engine, text, options)
-        if as_json or readers is None:
+        reader = _reader(engine, text, options)
+        if as_json or reader is None:
             interrupted = _show(stream, as_json=as_json)
         else:
-            interrupted = _show_parts(stream, next(readers), quiet=quiet)
+            interrupted = _show_parts(stream, reader(), quiet=quiet)
         result = stream.partial
         if result.finish_reason == "timeout":
             warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
@@ -133,8 +134,8 @@ def run(
         if as_json:
             inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
             given = {**inputs, **dataclasses.asdict(engine.options)}
-            click.echo(_json_result(result, given, None if readers is None else next(readers)))
-        elif readers is None:
+            click.echo(_json_result(result, given, None if reader is None else reader()))
+        elif reader is None:
             click.echo()
     if stats:
         click.echo(stats_table(result.stats), err=True)
@@ -213,15 +214,15 @@ def _show(stream: TextStream, *, as_json: bool) -> bool:
     return False
 
 
-def _readers(
+def _reader(
     engine: Engine, prompt: str, options: GenerateOptions
-) -> Iterator[ResponseReader] | None:
-    """What parts the answer, as often as wanted; None where it is shown as it is: with --raw, or
-    where nobody knows how the checkpoint marks its parts."""
+) -> Callable[[], ResponseReader] | None:
+    """Makes what parts the answer; None where it is shown as it is: with --raw, or where nobody
+    knows how the checkpoint marks its parts."""
     if options.raw or engine.manifest.tokenizer.response is None:
         return None
     ids = engine.encode(prompt, options)
-    return iter(lambda: engine.response_reader(ids, stop=options.stop), None)
+    return functools.partial(engine.response_reader, ids, stop=options.stop)
 
 
 def _show_parts(stream: TextStream, reader: ResponseReader, *, quiet: bool) -> bool:

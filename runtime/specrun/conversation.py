@@ -20,10 +20,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specrun.cancel import CancelToken
 from specrun.chat import check_known
+from specrun.drafters.base import Drafter
 from specrun.errors import UsageError
+from specrun.loop import OnRound
 from specrun.options import GenerateOptions, build
 from specrun.process import Closing
+from specrun.request import LogitsProcessors, OnWarning
 from specrun.response import Piece, ResponseReader
 from specrun.result import Result
 from specrun.stream import TextStream
@@ -68,7 +72,7 @@ class Chat(Closing):
         self._engine = engine
         self._messages: list[dict[str, Any]] = []
         self._stream: ChatStream | None = None
-        self.system: str | None = None
+        self._system: str | None = None
         self.options = options
         self._session = engine.session()
 
@@ -135,11 +139,11 @@ class Chat(Closing):
         message: str | Message | Sequence[Message],
         *,
         options: GenerateOptions | None = None,
-        drafter: Any = None,
-        logits_processor: Any = (),
-        on_round: Any = None,
-        on_warning: Any = None,
-        cancel: Any = None,
+        drafter: Drafter | None = None,
+        logits_processor: LogitsProcessors = (),
+        on_round: OnRound | None = None,
+        on_warning: OnWarning | None = None,
+        cancel: CancelToken | None = None,
         **changes: Any,
     ) -> ChatStream:
         """The same as pieces of the parts of the answer, while they are committed."""

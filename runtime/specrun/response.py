@@ -65,7 +65,7 @@ class ResponseReader:
         regions = (format or ResponseFormat()).regions()
         spelled = self._speller.marked
         self._outside: Channel | None = None if "content" in regions else "content"
-        self._opens = [
+        self._opens: list[_Mark] = [
             _Mark(spelled(start), channel)
             for channel, region in regions.items()
             for start in region.starts
@@ -77,7 +77,7 @@ class ResponseReader:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = _StopStrings(stop)
         self._buffer = ""  # what may be the beginning of a mark
-        self._at = self._beginning(prompt)
+        self._at: Channel | None = self._beginning(prompt)
         self._texts: dict[Channel, list[str]] = {"thinking": [], "content": [], "tool_calls": []}
         self._blank: dict[Channel, str] = {}  # held back: it may be the end of the part
 
