@@ -73,6 +73,8 @@ def is_cold(engine: specrun.Engine, chat: Chat, reply: Reply, **options: Any) ->
     assert spelled(engine, ids) == spelled(engine, engine.encode(said))
     cold = engine.generate(ids, **options)
     assert (cold.tokens, cold.finish_reason) == (reply.result.tokens, reply.result.finish_reason)
+    # What drafts has the state of a cold run too: it proposes what it would there.
+    assert cold.stats.accepted_by_round == reply.result.stats.accepted_by_round
     assert cold.stats.prefilled == cold.stats.prompt_tokens == len(ids)
     assert reply.result.stats.prompt_tokens == len(ids)
     chat.check_integrity()
@@ -287,7 +289,9 @@ def test_calls_of_tools(open_toy: OpenToy) -> None:
 def test_ctrl_c(open_toy: OpenToy) -> None:
     """What was committed is the answer; the next turn goes on behind it."""
     engine = open_toy(TOY)
-    chat = engine.chat(method="draft", num_assistant_tokens=2, eos_token_ids=(), max_new_tokens=50)
+    options: dict[str, Any] = {"method": "draft", "num_assistant_tokens": 2}
+    options |= {"eos_token_ids": (), "max_new_tokens": 50}
+    chat = engine.chat(**options)
 
     def interrupt(done: Round) -> None:
         if done.index == 1:
@@ -300,14 +304,14 @@ def test_ctrl_c(open_toy: OpenToy) -> None:
     assert stream.reply.result.finish_reason == "cancelled"
     assert stream.reply.content == stream.partial.text != ""
     assert chat.messages[-1] == {"role": "assistant", "content": stream.reply.content}
-    assert is_cold(engine, chat, chat.ask("3"), max_new_tokens=50, eos_token_ids=())
+    assert is_cold(engine, chat, chat.ask("3"), **options)
 
     with chat.stream("4") as stream:
         next(stream)
         with pytest.raises(UsageError, match="the chat is busy with an answer"):
             chat.undo()
     assert chat.messages[-1]["content"] == stream.reply.content != ""
-    assert is_cold(engine, chat, chat.ask("3"), max_new_tokens=50, eos_token_ids=())
+    assert is_cold(engine, chat, chat.ask("3"), **options)
 
 
 def test_nothing_came_of_a_turn(open_toy: OpenToy) -> None:
