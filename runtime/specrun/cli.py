@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -16,6 +17,7 @@ from specrun import __version__
 from specrun.cli_bench import bench
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import reports_errors
+from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
 from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Integrity, Verify
@@ -100,7 +102,9 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Text that must not come as its own tokens; repeatable.",
     )
     logprobs = click.option(
-        "--logprobs", type=int, help="With --json: log-probabilities, and so many alternatives."
+        "--logprobs",
+        type=int,
+        help="With --json or --trace: log-probabilities, and so many alternatives.",
     )
     switch = click.option(
         "--sample/--greedy",
@@ -241,6 +245,7 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
     "--strict", is_flag=True, help="A drafter that fails is an error, and so is an engine."
 )
 @click.option("--stats", is_flag=True, help="Write statistics to stderr at the end.")
+@trace_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No warnings on stderr.")
 @reports_errors
@@ -251,6 +256,7 @@ def run(
     stats: bool,
     as_json: bool,
     quiet: bool,
+    trace: Path | None,
     **given: Any,
 ) -> None:
     """Generate text from the engines in FOLDER.
@@ -261,9 +267,15 @@ def run(
       specrun engines/ --prompt "Once upon a time" --raw --method plain
       echo "Hello" | specrun engines/ --prompt-file - -n 64 --stop "."
       specrun engines/ --prompt "List the planets" --json
+      specrun engines/ --prompt "List the planets" --trace trace.html
     """
-    if given["logprobs"] is not None and not as_json:
-        raise UsageError("--logprobs: are shown with --json only", hint="give --json too")
+    if given["logprobs"] is not None and not as_json and trace is None:
+        raise UsageError(
+            "--logprobs: are shown with --json and --trace only", hint="give one of them too"
+        )
+    tracing = None if trace is None else Tracing(trace)
+    if tracing is not None and given["logprobs"] is None:
+        given["logprobs"] = ALTERNATIVES
     engine_options = _pick(EngineOptions, given)
     generate_options = _generate_options(given)
     text = _prompt(prompt, prompt_file)
@@ -275,8 +287,10 @@ def run(
 
     with specrun.load(folder, options=engine_options) as engine:
         warn = _silent if quiet else _warn
-        stream = engine.stream(text, options=generate_options, on_warning=warn)
-        interrupted = _show(stream, as_json=as_json)
+        on_round = None if tracing is None else tracing.recorder
+        stream = engine.stream(text, options=generate_options, on_round=on_round, on_warning=warn)
+        with tracing.of(engine, stream, text, warn) if tracing else contextlib.nullcontext():
+            interrupted = _show(stream, as_json=as_json)
         result = stream.partial
         if result.finish_reason == "timeout":
             warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
@@ -284,6 +298,7 @@ def run(
         not_tuned = engine.not_tuned if auto else None
         if as_json:
             inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
+            inputs["trace"] = None if trace is None else str(trace)
             options = {**inputs, **dataclasses.asdict(engine.options)}
             click.echo(_json_result(result, options))
         else:

@@ -105,7 +105,9 @@ def lines(
         parts.append(f'<path class="level" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
     height = HEIGHT + 16 * len(series)
     for index, item in enumerate(series):
-        parts.append(_line(item, index, [(place(x), _y(y, 0, top)) for x, y in item.points], markers))
+        parts.append(
+            _line(item, index, [(place(x), _y(y, 0, top)) for x, y in item.points], markers)
+        )
         y = HEIGHT + 16 * index + 8
         parts.append(f'<g class="s{index % MARKERS}"><path class="line" d="M4 {y}H32"/>')
         parts.append(_marker(index, 18, y) if markers else "")
@@ -129,9 +131,7 @@ def nice(value: float) -> float:
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
 
 
-def _line(
-    series: Series, index: int, points: Sequence[tuple[float, float]], markers: bool
-) -> str:
+def _line(series: Series, index: int, points: Sequence[tuple[float, float]], markers: bool) -> str:
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     parts = [f'<path class="line" d="M{path}"/>'] if points else []
     if markers:

@@ -67,7 +67,8 @@ def document(
     if code:
         end = f'<script type="application/json" id="data">{json_text(data)}</script>\n'
         end += f"<script>{code}</script>\n"
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n{end}</body>\n</html>\n'
+    whole = f'<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n{end}</body>\n</html>'
+    return f"<!DOCTYPE html>\n{whole}\n"
 
 
 def json_text(data: object) -> str:
@@ -82,8 +83,12 @@ def table(heads: Sequence[str], rows: Rows, caption: str) -> str:
     """A table with a head for every column; the first cell of a row is its head."""
     top = "".join(tag("th", escape(head), scope="col") for head in heads)
     body = "".join(tag("tr", _cells(row)) for row in rows)
-    inner = f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{escape(caption)}"><table>{inner}</table></div>'
+    inner = (
+        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    )
+    # It scrolls by itself where it is too wide, with the keyboard too.
+    scrolls = {"class_": "wide", "tabindex": 0, "role": "group", "aria_label": caption}
+    return tag("div", tag("table", inner), **scrolls)
 
 
 def _cells(row: Sequence[str]) -> str:

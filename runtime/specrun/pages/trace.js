@@ -5,7 +5,7 @@
   const KINDS = ["plain", "accepted", "correction", "bonus"];
   const [ID, ORIGIN, ROUND, LOGPROB, TOP, PART, SAID] = [0, 1, 2, 3, 4, 5, 6];
   const [ASKED, PROPOSAL, ACCEPTED, OWN, FIRST, EMITTED, DRAFT_MS, VERIFY_MS] = [0, 1, 2, 3, 4, 5, 6, 7];
-  const PAGE = 50; // rounds that are in the document at once
+  const PAGE = 20; // rounds that are in the document at once
   const text = document.getElementById("tokens");
   const panel = document.getElementById("token");
   const details = document.getElementById("details");
@@ -122,7 +122,7 @@
   // The text: one stop of the tab key, arrows inside.
 
   let at = 0; // where the arrows go on
-  let pinned = false;
+  let chosen = false; // whether somebody went there: the mouse shows others only for a while
 
   function choose(index, { focus = true } = {}) {
     const old = element(at);
@@ -130,6 +130,7 @@
     old.classList.remove("at");
     old.removeAttribute("aria-selected");
     at = index;
+    chosen = true;
     const span = element(index);
     span.tabIndex = 0;
     span.classList.add("at");
@@ -188,9 +189,8 @@
     element(0).tabIndex = 0;
     text.addEventListener("keydown", (event) => {
       if (event.altKey || event.ctrlKey || event.metaKey) return;
-      if (event.key === "Enter" || event.key === " ") {
-        pinned = true;
-        show(at);
+      if (event.key === "Enter") {
+        if (tokens[at][ROUND] >= 0) showRound(tokens[at][ROUND]);
       } else if (event.key === "Escape") {
         close();
       } else if (KEYS[event.key]) {
@@ -201,31 +201,30 @@
     });
     text.addEventListener("focusin", (event) => {
       const index = indexOf(event.target);
-      if (index >= 0 && index !== at) choose(index, { focus: false });
-      else if (index >= 0) { element(index).setAttribute("aria-label", described(index)); element(index).classList.add("at"); show(index); }
+      if (index >= 0) choose(index, { focus: false });
     });
     text.addEventListener("click", (event) => {
       const index = indexOf(event.target);
-      if (index < 0) return;
-      choose(index);
-      pinned = true;
+      if (index >= 0) choose(index);
     });
     text.addEventListener("pointerover", (event) => {
       const index = indexOf(event.target);
-      if (index >= 0 && event.pointerType === "mouse" && !pinned) show(index);
+      if (index >= 0 && event.pointerType === "mouse") show(index);
+    });
+    text.addEventListener("pointerleave", (event) => {
+      if (event.pointerType === "mouse" && chosen) show(at);
     });
   }
 
   function close() {
-    pinned = false;
+    chosen = false;
     panel.classList.add("idle");
     document.body.classList.remove("sheet");
     details.replaceChildren(make("p", { class: "soft" }, "Choose a token of the text."));
   }
   document.getElementById("close").addEventListener("click", () => {
-    close();
-    if (tokens.length) element(at).focus();
-    close();
+    if (tokens.length) element(at).focus({ preventScroll: true });
+    close(); // after the focus, which shows the token again
   });
 
   // The legend hides and shows.
@@ -249,7 +248,7 @@
     for (const round of rounds) {
       const refused = refusedOf(round);
       if (!refused.length) continue;
-      const label = refused.map(name).join("");
+      const label = refused.map(name).join("").replaceAll("␣", " ");
       // Rounds tell the same in words, so a screen reader does without these.
       const shown = make("span", { class: "rejected", "aria-hidden": "true" }, label);
       element(round[FIRST] + round[ACCEPTED]).before(shown);
@@ -269,7 +268,14 @@
     const drafts = count ? `${stood} of ${count} drafts stood` : "nothing drafted";
     const times = `draft ${milliseconds(round[DRAFT_MS])}, verify ${milliseconds(round[VERIFY_MS])}`;
     const plural = round[EMITTED] === 1 ? "token" : "tokens";
-    return `Round ${number + 1}: ${drafts}, ${round[EMITTED]} ${plural}; ${times}`;
+    let gave = "";
+    for (let at = round[FIRST]; at < round[FIRST] + round[EMITTED]; at++) gave += element(at).textContent;
+    return [
+      make("strong", {}, `Round ${number + 1}`),
+      `: ${drafts}, ${round[EMITTED]} ${plural}`,
+      make("q", { dir: "auto" }, gave.replaceAll("\n", "⏎")),
+      make("small", { class: "soft" }, times),
+    ];
   }
 
   function draftItem(kind, label, id) {
@@ -302,7 +308,7 @@
     const end = Math.min(start + PAGE, rounds.length);
     const items = [];
     for (let number = start; number < end; number++) {
-      const box = make("details", { id: `r${number}` }, make("summary", {}, summary(number)));
+      const box = make("details", { id: `r${number}` }, make("summary", {}, ...summary(number)));
       box.addEventListener("toggle", () => {
         if (box.open && box.childElementCount === 1) box.append(inside(number));
       });

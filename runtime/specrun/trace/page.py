@@ -89,9 +89,7 @@ def data(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _packed(
-    trace: Trace, index: int, last: dict[int, int], names: dict[int, str]
-) -> list[object]:
+def _packed(trace: Trace, index: int, last: dict[int, int], names: dict[int, str]) -> list[object]:
     token = trace.tokens[index]
     said = visible(token.text)
     part = index - token.group + 1
@@ -155,7 +153,8 @@ def _text(trace: Trace) -> str:
     legend = "".join(
         f'<li><button type="button" aria-pressed="true" data-origin="{origin}"'
         f' title="{html.escape(MEANING[origin])}"><span class="chip {origin}"'
-        f' aria-hidden="true">abc</span> {NAMES[origin]} {count} ({count / total:.0%})</button></li>'
+        f' aria-hidden="true">abc</span> {NAMES[origin]} {count} ({count / total:.0%})'
+        "</button></li>"
         for origin, count in trace.origins.items()
         if count or origin in ("accepted", "plain")
     )
@@ -166,8 +165,8 @@ def _text(trace: Trace) -> str:
         "</label></p>",
         _tokens(trace),
         '<p class="keys soft"><kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> round,'
-        " <kbd>Home</kbd> <kbd>End</kbd>, <kbd>Enter</kbd> keeps a token shown. Rest the mouse on"
-        " a token, or tap it, to see what else was probable.</p>",
+        " <kbd>Home</kbd> <kbd>End</kbd>, <kbd>Enter</kbd> its round. Rest the mouse on a token, or"
+        " tap it, to see what else was probable.</p>",
         "<noscript><p>Without JavaScript the colours are there; details, filters and rounds are"
         " not.</p></noscript>",
     ]
@@ -323,9 +322,7 @@ def _per_step(rounds: Sequence[TracedRound]) -> str:
         items, says=f"Share of rounds by the tokens they gave. {text}", x_title="tokens of a round"
     )
     numbers = [(item.label, str(counts[int(item.label)]), item.shown) for item in items]
-    return html.figure(
-        "Tokens per target step", svg, text, ("tokens", "rounds", "share"), numbers
-    )
+    return html.figure("Tokens per target step", svg, text, ("tokens", "rounds", "share"), numbers)
 
 
 def _along_the_text(rounds: Sequence[TracedRound]) -> str:

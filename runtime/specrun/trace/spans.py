@@ -1,4 +1,4 @@
-"""Which part of a text each of its tokens gave, and how a token is written where it stands alone."""
+"""Which part of a text each of its tokens gave, and how a token is written alone."""
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+"""What ``--trace`` adds to a command that generates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from specrun import writing
+from specrun.errors import UsageError
+
+if TYPE_CHECKING:
+    from specrun.engine import Engine
+    from specrun.stream import TextStream
+    from specrun.trace import Recorder
+
+ALTERNATIVES = 5  # log-probabilities that a trace asks for
+ENDINGS = (".html", ".htm", ".json")
+
+trace_option = click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write where each token came from: a page (.html) or data (.json). Asks for"
+    f" --logprobs {ALTERNATIVES} unless given.",
+)
+
+
+def check_page(flag: str, path: Path, endings: tuple[str, ...]) -> None:
+    """Raise UsageError where nothing can be written to ``path``, before anything is done."""
+    if path.suffix.lower() not in endings:
+        raise UsageError(
+            f"{flag}: must end in {' or '.join(endings)}, got {str(path)!r}",
+            hint=f"for example {flag} {path.stem or 'out'}{endings[0]}",
+        )
+    try:
+        writing.check_writable(path)
+    except OSError as error:
+        raise UsageError(
+            f"{flag}: {path}: cannot be written: {error.strerror}",
+            hint="give a file in a folder that is there and can be written to",
+        ) from error
+
+
+class Tracing:
+    """Writes what a recorder saw, however the generation ends.
+
+    Raises UsageError at once where the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_page("--trace", path, ENDINGS)
+        from specrun.trace import Recorder
+
+        self._path = path
+        self.recorder: Recorder = Recorder()
+
+    @contextlib.contextmanager
+    def of(
+        self, engine: Engine, stream: TextStream, prompt: str, warn: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Write when ``stream`` is through, or when something ends it: then what there is.
+
+        A file that cannot be written is a warning then, as the error itself counts for more.
+        """
+        try:
+            yield
+        except BaseException as error:
+            said = None
+            if isinstance(error, Exception):
+                said = str(error) or type(error).__name__
+            try:
+                self._write(engine, stream, prompt, said)
+            except UsageError as failure:
+                warn(str(failure))
+            raise
+        self._write(engine, stream, prompt, None)
+
+    def _write(self, engine: Engine, stream: TextStream, prompt: str, error: str | None) -> None:
+        from specrun import trace
+
+        found = self.recorder.trace(engine, stream.partial, prompt=prompt, error=error)
+        write = trace.write_json if self._path.suffix.lower() == ".json" else trace.write_page
+        write(self._path, found)
