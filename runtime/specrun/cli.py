@@ -291,18 +291,18 @@ def run(
         stream = engine.stream(text, options=generate_options, on_round=on_round, on_warning=warn)
         with tracing.of(engine, stream, text, warn) if tracing else contextlib.nullcontext():
             interrupted = _show(stream, as_json=as_json)
-        result = stream.partial
-        if result.finish_reason == "timeout":
-            warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
-        auto = result.options.num_assistant_tokens_schedule == "auto"
-        not_tuned = engine.not_tuned if auto else None
-        if as_json:
-            inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
-            inputs["trace"] = None if trace is None else str(trace)
-            options = {**inputs, **dataclasses.asdict(engine.options)}
-            click.echo(_json_result(result, options))
-        else:
-            click.echo()
+            result = stream.partial
+            if result.finish_reason == "timeout":
+                warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
+            auto = result.options.num_assistant_tokens_schedule == "auto"
+            not_tuned = engine.not_tuned if auto else None
+            if as_json:
+                inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
+                inputs["trace"] = None if trace is None else str(trace)
+                options = {**inputs, **dataclasses.asdict(engine.options)}
+                click.echo(_json_result(result, options))
+            else:
+                click.echo()
     if stats:
         click.echo(_stats_table(result.stats), err=True)
         click.echo(_options_line(result.options), err=True)

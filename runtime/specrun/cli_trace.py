@@ -82,6 +82,9 @@ class Tracing:
     def _write(self, engine: Engine, stream: TextStream, prompt: str, error: str | None) -> None:
         from specrun import trace
 
-        found = self.recorder.trace(engine, stream.partial, prompt=prompt, error=error)
+        result = stream.partial
+        if result.finish_reason not in ("error", "cancelled"):
+            error = None  # it came behind the text, as where nobody reads what is written
+        found = self.recorder.trace(engine, result, prompt=prompt, error=error)
         write = trace.write_json if self._path.suffix.lower() == ".json" else trace.write_page
         write(self._path, found)

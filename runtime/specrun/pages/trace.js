@@ -67,10 +67,10 @@
     if (!token[TOP].length) return null;
     const bars = make("ul", { class: "bars", "aria-label": "Most probable tokens" });
     for (const [id, logprob] of token[TOP]) {
-      const share = logprob === null ? "0 %" : percent(logprob);
+      const share = percent(logprob);
       const chosen = id === token[ID];
       const meter = make("meter", { min: 0, max: 1, "aria-hidden": "true" });
-      meter.value = logprob === null ? 0 : Math.exp(logprob);
+      meter.value = Math.exp(logprob);
       const label = make("span", { class: "name" }, name(id));
       bars.append(make("li", { class: chosen ? "chosen" : null }, label,
         make("span", {}, chosen ? `${share}, in the text` : share), meter));

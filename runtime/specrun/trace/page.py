@@ -98,16 +98,11 @@ def _packed(trace: Trace, index: int, last: dict[int, int], names: dict[int, str
         token.id,
         ORIGINS.index(token.origin),
         -1 if token.round is None else token.round,
-        _rounded(token.logprob),
-        [[id_, _rounded(value)] for id_, value in token.top],
+        None if token.logprob is None else round(token.logprob, 4),
+        [[id_, round(value, 4)] for id_, value in token.top],
         [part, parts] if parts > 1 else 0,
         said if said and said != names[token.id] else 0,
     ]
-
-
-def _rounded(value: float | None) -> float | None:
-    """Four decimals; None where JSON has no such number."""
-    return round(value, 4) if value is not None and math.isfinite(value) else None
 
 
 def _header(trace: Trace) -> str:

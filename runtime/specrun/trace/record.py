@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -98,13 +97,8 @@ class Trace:
         return {origin: found[origin] for origin in ORIGINS}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the logarithm of 0 is null, as JSON has no infinity."""
-        return {
-            **encode(self),
-            "tokens": [_finite(encode(token)) for token in self.tokens],
-            "stats": self.stats.as_dict(),
-            "origins": encode(self.origins),
-        }
+        """Plain JSON values."""
+        return {**encode(self), "stats": self.stats.as_dict(), "origins": encode(self.origins)}
 
 
 def make(
@@ -166,14 +160,6 @@ def not_writable(path: Path, error: OSError) -> UsageError:
     return UsageError(
         f"{path}: cannot be written: {error.strerror}", hint="give a file in a folder that can"
     )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tokens(engine: Engine, result: Result, rounds: Sequence[Round]) -> tuple[TracedToken, ...]:
