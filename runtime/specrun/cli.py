@@ -15,6 +15,7 @@ import click
 
 from specrun import __version__
 from specrun.cli_bench import bench
+from specrun.cli_compare import compare
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import reports_errors
 from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
@@ -502,6 +503,7 @@ def _table(lines: dict[str, str]) -> str:
 
 main.add_command(tune)
 main.add_command(bench)
+main.add_command(compare)
 
 
 if __name__ == "__main__":

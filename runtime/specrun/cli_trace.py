@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specrun import writing
 from specrun.errors import UsageError
+from specrun.pages import files
 
 if TYPE_CHECKING:
     from specrun.engine import Engine
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specrun.trace import Recorder
 
 ALTERNATIVES = 5  # log-probabilities that a trace asks for
-ENDINGS = (".html", ".htm", ".json")
+ENDINGS = (*files.PAGE, ".json")
 
 trace_option = click.option(
     "--trace",
@@ -29,22 +29,6 @@ trace_option = click.option(
 )
 
 
-def check_page(flag: str, path: Path, endings: tuple[str, ...]) -> None:
-    """Raise UsageError where nothing can be written to ``path``, before anything is done."""
-    if path.suffix.lower() not in endings:
-        raise UsageError(
-            f"{flag}: must end in {' or '.join(endings)}, got {str(path)!r}",
-            hint=f"for example {flag} {path.stem or 'out'}{endings[0]}",
-        )
-    try:
-        writing.check_writable(path)
-    except OSError as error:
-        raise UsageError(
-            f"{flag}: {path}: cannot be written: {error.strerror}",
-            hint="give a file in a folder that is there and can be written to",
-        ) from error
-
-
 class Tracing:
     """Writes what a recorder saw, however the generation ends.
 
@@ -52,7 +36,7 @@ class Tracing:
     """
 
     def __init__(self, path: Path) -> None:
-        check_page("--trace", path, ENDINGS)
+        files.check("--trace", path, ENDINGS)
         from specrun.trace import Recorder
 
         self._path = path

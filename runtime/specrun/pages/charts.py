@@ -75,6 +75,25 @@ def rows(items: Sequence[Bar], *, says: str) -> str:
     return _svg("".join(parts), 4 + 36 * max(1, len(items)), says)
 
 
+def pairs(items: Sequence[tuple[str, float, float]], *, says: str) -> str:
+    """Two bars for each label, before (an outline) and now (filled)."""
+    top = max((max(old, new) for _, old, new in items), default=0.0) or 1.0
+    scale = (WIDTH - 80) / top
+    parts = []
+    for index, (label, *values) in enumerate(items):
+        y = 4 + index * 48
+        parts.append(_text(0, y + 10, label, "", "start"))
+        for place, (value, kind) in enumerate(zip(values, ("before", "bar"), strict=True)):
+            at = y + 15 + 14 * place
+            name = ("before", "now")[place]
+            parts.append(
+                f'<rect class="{kind}" x="1" y="{at}" width="{max(0.0, value * scale):.1f}"'
+                f' height="11"><title>{escape(label)}, {name}: {number(value)}</title></rect>'
+                f"{_text(value * scale + 6, at + 10, f'{number(value)} {name}', '', 'start')}"
+            )
+    return _svg("".join(parts), 4 + 48 * max(1, len(items)), says)
+
+
 def lines(
     series: Sequence[Series],
     *,

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from specrun.origin import ORIGINS, Origin
-from specrun.pages import charts, html
+from specrun.pages import charts, files, html
 from specrun.pages.charts import Bar, Series
-from specrun.trace.record import Trace, TracedRound, TracedToken, write
-from specrun.trace.spans import BROKEN, code, hidden, visible
+from specrun.trace.record import Trace, TracedRound, TracedToken
+from specrun.text import BROKEN
+from specrun.trace.spans import code, hidden, visible
 
 BINS = 60  # of the charts along the text
 JOINERS = "\u200c\u200d"  # between letters of some scripts, and in emoji, they belong there
@@ -33,7 +34,7 @@ NAMES: dict[Origin, str] = {
 
 def write_page(path: str | Path, trace: Trace) -> None:
     """Write the page of ``trace``, complete or not at all. Raises UsageError where it cannot."""
-    write(Path(path), page(trace))
+    files.write(Path(path), page(trace))
 
 
 def page(trace: Trace) -> str:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrun import __version__, writing
+from specrun import __version__
 from specrun.decode import encode
-from specrun.errors import UsageError
 from specrun.identity import Identity
+from specrun.judge import TokenLogprob
 from specrun.loop import Round
 from specrun.origin import ORIGINS, Origin, of_round
+from specrun.pages import files
 from specrun.result import Result
 from specrun.stats import Counts, Stats
 from specrun.trace.spans import names, spans
@@ -144,22 +145,7 @@ def make(
 def write_json(path: str | Path, trace: Trace) -> None:
     """Write a trace as JSON, complete or not at all. Raises UsageError where that cannot be."""
     text = json.dumps(trace.as_dict(), ensure_ascii=False, allow_nan=False, indent=1)
-    write(Path(path), text + "\n")
-
-
-def write(path: Path, text: str) -> None:
-    """Put ``text`` there. Raises UsageError where that cannot be."""
-    try:
-        writing.replace(path, text)
-    except OSError as error:
-        raise not_writable(path, error) from error
-
-
-def not_writable(path: Path, error: OSError) -> UsageError:
-    """What is said of a file that cannot be written."""
-    return UsageError(
-        f"{path}: cannot be written: {error.strerror}", hint="give a file in a folder that can"
-    )
+    files.write(Path(path), text + "\n")
 
 
 def _tokens(engine: Engine, result: Result, rounds: Sequence[Round]) -> tuple[TracedToken, ...]:
@@ -174,7 +160,7 @@ def _tokens(engine: Engine, result: Result, rounds: Sequence[Round]) -> tuple[Tr
     origins += untold
     places += [None] * len(untold)
     texts = spans(engine.tokenizer, result.tokens, result.text)
-    logprobs = result.logprobs or [None] * len(result.tokens)
+    logprobs: Sequence[TokenLogprob | None] = result.logprobs or [None] * len(result.tokens)
     return tuple(
         TracedToken(
             id=id_,
