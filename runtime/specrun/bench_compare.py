@@ -184,7 +184,7 @@ def identity(report: BenchReport) -> dict[str, str]:
         "target": folder.target,
         "architecture": folder.architecture,
         "precision": folder.precision,
-        "files": folder.fingerprint or "not told",
+        "fingerprint": folder.fingerprint or "not told",
         "exact width": str(folder.exact_width or "not exact"),
         "new tokens": str(options.max_new_tokens),
         "rounds": str(options.rounds),
@@ -197,7 +197,7 @@ def _differences(before: BenchReport, after: BenchReport) -> dict[str, tuple[str
 
 
 CHANGES_PLAIN = {"processor", "threads", "device", "onnxruntime", "specrun", "target", "precision"}
-CHANGES_PLAIN |= {"files", "exact width", "new tokens"}
+CHANGES_PLAIN |= {"fingerprint", "exact width", "new tokens"}
 
 
 def _warnings(comparison: Comparison) -> list[str]:
@@ -210,7 +210,7 @@ def _warnings(comparison: Comparison) -> list[str]:
         )
     if differing & {"target", "architecture"}:
         found.append("not the same model: acceptance and speed are of other texts")
-    elif differing & {"precision", "files", "exact width"}:
+    elif differing & {"precision", "fingerprint", "exact width"}:
         found.append("not the same engines: the texts, and so acceptance, may be others")
     if "new tokens" in differing:
         found.append("not as many new tokens: speeds with the prompt's run are not comparable")

@@ -13,6 +13,10 @@ from specrun.bench_table import COLUMNS, cells
 from specrun.pages import charts, html
 from specrun.pages.charts import Bar, Series
 
+PAIR_HEADS = (
+    *("method", "tok/s before", "now", "times", "times plain before", "now"),
+    *("accepted before", "now", "verdict"),
+)
 PLAIN_IS_1 = "1 is plain decoding, the dotted line."
 
 
@@ -78,13 +82,18 @@ def _warnings(report: BenchReport) -> list[str]:
 def _tiles(report: BenchReport) -> list[tuple[str, str]]:
     found = []
     for label, ratio in list(report.overall.items())[:1]:
-        found.append((f"times plain decoding: {label}, mean of all workloads", f"{ratio:.2f}"))
+        found.append((f"times plain decoding, mean of all workloads: {label}", f"{ratio:.2f}"))
     best = _best(report)
     if best is not None:
         work, item, ratio = best
-        found.append((f"at best: {item.contestant.label} on {work.name}", f"{ratio:.2f}"))
+        found.append(
+            (
+                f"times plain decoding at best: {item.contestant.label} on {work.name}",
+                f"{ratio:.2f}",
+            )
+        )
     if report.steps is not None:
-        found.append(("of a target step of one row", f"{report.steps.median(1) * 1e3:.2f} ms"))
+        found.append(("a target step of one row", f"{report.steps.median(1) * 1e3:.2f} ms"))
     return found
 
 
@@ -265,6 +274,8 @@ def _pairs(name: str, pairs: Sequence[Pair], number: int) -> str:
     faster = sum(pair.verdict == "faster" for pair in pairs)
     slower = sum(pair.verdict == "slower" for pair in pairs)
     text = f"{faster} faster, {slower} slower, of {len(pairs)}; the others within the spread."
+    if any(pair.verdict == "unknown" for pair in pairs):
+        text = "Too few rounds to tell a change from chance."
     svg = charts.pairs(both, says=f"Tokens per second before and now. {text}")
     rows = [(label, f"{old:.1f}", f"{new:.1f}") for label, old, new in both]
     speed = html.figure("Tokens per second", svg, text, ("method", "before", "now"), rows)
@@ -280,7 +291,5 @@ def _pairs(name: str, pairs: Sequence[Pair], number: int) -> str:
         svg = charts.pairs(shares, says=f"Acceptance before and now. {text}")
         rows = [(label, f"{old:.1f}", f"{new:.1f}") for label, old, new in shares]
         figures.append(html.figure("Acceptance", svg, text, ("method", "before", "now"), rows))
-    heads = ("method", "tok/s before", "now", "times", "times plain before", "now")
-    heads += ("accepted before", "now", "verdict")
-    numbers = html.table(heads, [row(pair) for pair in pairs], name)
+    numbers = html.table(PAIR_HEADS, [row(pair) for pair in pairs], name)
     return html.section(name, _grid(figures), numbers, id_=f"pair{number}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from specrun.bench_report import BenchReport
 from specrun.decode import DecodeError, decode
 from specrun.errors import UsageError
 from specrun.reading import ReadingError, parse_json, read_text
+from specrun.stats import Phase
 
 MAX_REPORT_BYTES = 64 << 20
+PHASES = set(get_args(Phase))
 HINT = "give a file that specrun bench --json wrote"
 FOLLOWS = {  # what the report itself computes again
     "report": ("step_floor", "share_of_ceiling", "drafts", "overall"),
@@ -51,7 +53,7 @@ def _report(data: Any) -> dict[str, Any]:
     for name in ("read_bandwidth", "cache_bytes"):
         found[name] = machine.pop(name)
     found["machine"] = machine
-    found["prefill"] = found["prefill"] and _without(found["prefill"], "prefill")
+    found["prefill"] = found["prefill"] and _prefill(found["prefill"])
     found["steps"] = found["steps"] and _steps(found["steps"])
     found["workloads"] = [
         {**work, "results": [_result(item) for item in work["results"]]}
@@ -60,9 +62,17 @@ def _report(data: Any) -> dict[str, Any]:
     return found
 
 
+def _prefill(data: Any) -> dict[str, Any]:
+    if not data["seconds"]:
+        raise DecodeError("prefill.seconds: is empty")
+    return _without(data, "prefill")
+
+
 def _steps(data: Any) -> dict[str, Any]:
     found = _without(data, "steps")
     found["seconds"] = {_rows(rows): seconds for rows, seconds in found["seconds"].items()}
+    if 1 not in found["seconds"] or not all(found["seconds"].values()):
+        raise DecodeError("steps.seconds: must hold times, those of one row among them")
     return found
 
 
@@ -79,6 +89,8 @@ def _result(data: Any) -> dict[str, Any]:
 
 
 def _sample(data: Any) -> dict[str, Any]:
+    if set(data["seconds"]) != PHASES:
+        raise DecodeError(f"seconds: must be those of {sorted(PHASES)}")
     return _without(data, "sample")
 
 

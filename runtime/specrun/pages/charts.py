@@ -117,7 +117,8 @@ def lines(
         return LEFT + 8 + inner * (x - low) / (high - low)
 
     parts = [_y_axis(0, top)]
-    for x in _apart(ticks or (low, (low + high) / 2, high), place):
+    between = (low, float(round((low + high) / 2)), high)
+    for x in _apart(ticks or between, place):
         parts.append(_text(place(x), HEIGHT - BOTTOM + 13, number(x)))
     if level is not None:
         y = _y(level, 0, top)
@@ -143,11 +144,15 @@ def number(value: float) -> str:
 
 
 def nice(value: float) -> float:
-    """The end of an axis that holds ``value``: 1, 2, 2.5 or 5 times a power of ten."""
+    """The end of an axis that holds ``value``, whose half is short as well."""
     if value <= 0 or not math.isfinite(value):
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
+    return next(
+        step * power
+        for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
+        if step * power >= value * (1 - 1e-9)
+    )
 
 
 def _line(series: Series, index: int, points: Sequence[tuple[float, float]], markers: bool) -> str:

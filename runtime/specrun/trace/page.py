@@ -11,8 +11,8 @@ from typing import Any
 from specrun.origin import ORIGINS, Origin
 from specrun.pages import charts, files, html
 from specrun.pages.charts import Bar, Series
-from specrun.trace.record import Trace, TracedRound, TracedToken
 from specrun.text import BROKEN
+from specrun.trace.record import Trace, TracedRound, TracedToken
 from specrun.trace.spans import code, hidden, visible
 
 BINS = 60  # of the charts along the text
@@ -333,7 +333,7 @@ def _along_the_text(rounds: Sequence[TracedRound]) -> str:
         says=f"Tokens per target step along the text. {text}",
         x_title="token of the text", level=1.0, markers=False,
     )  # fmt: skip
-    numbers = [(str(round(x)), f"{y:.2f}") for x, y in points]
+    numbers = [(charts.number(x), f"{y:.2f}") for x, y in points]
     title = "Tokens per target step along the text"
     return html.figure(title, svg, text, ("about token", "tokens per step"), numbers)
 
@@ -358,7 +358,7 @@ def _times(rounds: Sequence[TracedRound]) -> str:
         x_title="token of the text", markers=False,
     )  # fmt: skip
     numbers = [
-        (str(round(x)), f"{y:.3f}", f"{z:.3f}")
+        (charts.number(x), f"{y:.3f}", f"{z:.3f}")
         for (x, y), (_, z) in zip(series[0].points, series[1].points, strict=True)
     ]
     return html.figure(
@@ -373,7 +373,8 @@ def _bins(rounds: Sequence[TracedRound]) -> list[Sequence[TracedRound]]:
 
 
 def _middle(part: Sequence[TracedRound]) -> float:
-    return (part[0].first + part[-1].first + part[-1].emitted - 1) / 2
+    """Number of the token in the middle, counted from 1."""
+    return (part[0].first + part[-1].first + part[-1].emitted - 1) // 2 + 1
 
 
 def _mean(values: Iterable[float]) -> float:
