@@ -4,6 +4,7 @@ keyboard, on a phone and on a desktop; colours that are told apart by everybody.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,7 +352,7 @@ def contrast(one: Colour, other: Colour) -> float:
 
 def distance(one: Colour, other: Colour) -> float:
     """CIE 1976."""
-    return sum((a - b) ** 2 for a, b in zip(lab(one), lab(other), strict=True)) ** 0.5
+    return math.dist(lab(one), lab(other))
 
 
 def lab(colour: Colour) -> Colour:

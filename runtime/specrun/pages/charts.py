@@ -6,7 +6,7 @@ Colours are classes of ``page.css``; series differ in dashes and markers too. St
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specrun.pages.html import escape
@@ -180,9 +180,8 @@ def _marker(index: int, x: float, y: float) -> str:
     return f'<polygon class="mark{kind}" points="{points}"/>'
 
 
-def _apart(ticks: Sequence[float], place: object) -> list[float]:
+def _apart(ticks: Sequence[float], place: Callable[[float], float]) -> list[float]:
     """Those of ``ticks`` whose labels do not touch."""
-    assert callable(place)
     found: list[float] = []
     for tick in ticks:
         if not found or place(tick) - place(found[-1]) >= 22:

@@ -147,18 +147,21 @@ def _text(trace: Trace) -> str:
     rejected = sum(len(done.rejected) for done in trace.rounds)
     total = max(1, len(trace.tokens))
     legend = "".join(
-        f'<li><button type="button" aria-pressed="true" data-origin="{origin}"'
-        f' title="{html.escape(MEANING[origin])}"><span class="chip {origin}"'
+        f'<li><button type="button" aria-pressed="true" data-origin="{origin}">'
+        f'<span class="chip {origin}"'
         f' aria-hidden="true">abc</span> {NAMES[origin]} {count} ({count / total:.0%})'
         "</button></li>"
         for origin, count in trace.origins.items()
         if count or origin in ("accepted", "plain")
     )
+    meaning = {NAMES[origin]: MEANING[origin] for origin in ORIGINS}
+    meaning["Rejected draft"] = "a draft that the target did not agree with; no part of the text"
     parts = [
         f'<ul class="legend" aria-label="What is coloured; press to hide or show">{legend}</ul>',
         '<p><label class="label"><input type="checkbox" id="show-rejected"'
         f"{'' if rejected else ' disabled'}> Show rejected drafts in the text ({rejected})"
         "</label></p>",
+        f"<details><summary>What these are</summary>{html.definitions(meaning)}</details>",
         _tokens(trace),
         '<p class="keys soft"><kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> round,'
         " <kbd>Home</kbd> <kbd>End</kbd>, <kbd>Enter</kbd> its round. Rest the mouse on a token, or"
