@@ -192,10 +192,15 @@ def test_a_machine_that_was_busy(report: BenchReport) -> None:
     after = before
     for label in ("plain", "mtp-drafter 2"):
         after = faster(after, label, 1.5)
-    (note,) = compare(before, after).notes
+    found = compare(before, after)
+    (note,) = found.notes
     assert note.startswith("plain decoding changed by itself (times: own 1.50, two 1.50)")
+    assert {pair.verdict for pair in found.pairs} == {"unsteady"}
+    assert "Plain decoding changed as well" in bench_page.compared(found)
     newer = dataclasses.replace(after, specrun="9.9")
-    assert compare(before, newer).notes == ()  # that may be why
+    newer_found = compare(before, newer)
+    assert newer_found.notes == ()  # that may be why
+    assert {pair.verdict for pair in newer_found.pairs} == {"faster", "same"}
 
 
 def test_another_machine_version_folder_and_option(report: BenchReport) -> None:

@@ -102,7 +102,7 @@ def test_the_mouse_shows_a_token_for_a_while(shown: Page) -> None:
 
 
 def test_the_keyboard_goes_everywhere(shown: Page) -> None:
-    shown.locator("#show-rejected").focus()
+    shown.get_by_text("What these are").focus()
     shown.keyboard.press("Tab")
     assert focused(shown) == "t0"  # one stop for all tokens
     assert "none: reading the prompt gave it" in details(shown)
@@ -155,6 +155,11 @@ def test_what_a_screen_reader_finds(shown: Page) -> None:
     assert shown.get_by_role("complementary", name="Token").count() == 1
     labels = shown.locator("button:visible, summary:visible").all_inner_texts()
     assert all(label.strip() for label in labels)
+
+
+def test_what_the_origins_are(shown: Page) -> None:
+    shown.get_by_text("What these are").click()
+    assert shown.get_by_text("the target's own token in place of a draft it rejected").is_visible()
 
 
 @SIZES

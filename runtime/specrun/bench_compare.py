@@ -5,18 +5,24 @@ Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from specrun.bench_report import BenchReport, ContestantResult, Medians, WorkloadResult
 from specrun.bench_table import NOTHING, columned, count, speed
 from specrun.decode import encode
 
-Verdict = Literal["faster", "slower", "same", "unknown"]
+Verdict = Literal["faster", "slower", "same", "unknown", "unsteady"]
 HEADS = ("", "tok/s", "now", "x", "x plain", "now", "accept", "now", "")
 LEAST_ROUNDS = 3  # with 2, one time in 3 all runs of the one are faster by mere chance
 STEADY = 0.05  # that plain decoding may change where nothing did
-SAID = {"faster": "faster", "slower": "slower", "same": "within spread", "unknown": NOTHING}
+SAID = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": "within spread",
+    "unknown": NOTHING,  # too few rounds
+    "unsteady": "not steady",  # plain decoding changed as well, and nothing that could be why
+}
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,23 @@ class Comparison:
 def compare(before: BenchReport, after: BenchReport) -> Comparison:
     """Match contestants by workload and label."""
     matching = _Matching(before, after)
-    pairs = tuple(matching.pairs())
+    pairs = matching.pairs()
     differences = _differences(before, after)
-    comparison = Comparison(before, after, pairs, differences, ())
-    notes = (*_warnings(comparison), *matching.notes)
-    return Comparison(before, after, pairs, differences, notes)
+    drifted: dict[str, float] = {}
+    if not differences.keys() & CHANGES_PLAIN:
+        drifted = {
+            pair.workload: pair.ratio
+            for pair in pairs
+            if pair.label == "plain" and pair.ratio and abs(pair.ratio - 1) > STEADY
+        }
+    pairs = [
+        replace(pair, verdict="unsteady")
+        if pair.workload in drifted and pair.verdict != "unknown"
+        else pair
+        for pair in pairs
+    ]
+    found = Comparison(before, after, tuple(pairs), differences, ())
+    return replace(found, notes=(*_warnings(found, drifted), *matching.notes))
 
 
 def table(comparison: Comparison) -> str:
@@ -200,7 +218,7 @@ CHANGES_PLAIN = {"processor", "threads", "device", "onnxruntime", "specrun", "ta
 CHANGES_PLAIN |= {"fingerprint", "exact width", "new tokens"}
 
 
-def _warnings(comparison: Comparison) -> list[str]:
+def _warnings(comparison: Comparison, drifted: dict[str, float]) -> list[str]:
     differing = comparison.differences.keys()
     found = []
     if not comparison.same_machine:
@@ -216,15 +234,11 @@ def _warnings(comparison: Comparison) -> list[str]:
         found.append("not as many new tokens: speeds with the prompt's run are not comparable")
     if any(pair.verdict == "unknown" for pair in comparison.pairs):
         found.append(f"fewer than {LEAST_ROUNDS} rounds do not tell a change from chance")
-    drifted = [
-        f"{pair.workload} {pair.ratio:.2f}"
-        for pair in comparison.pairs
-        if pair.label == "plain" and pair.ratio and abs(pair.ratio - 1) > STEADY
-    ]
-    if drifted and not differing & CHANGES_PLAIN:
+    if drifted:
+        listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in drifted.items())
         found.append(
-            f"plain decoding changed by itself (times: {', '.join(drifted)}): the machine was not"
-            " as busy in both; x plain is what to look at"
+            f"plain decoding changed by itself (times: {listed}): the machine was not as busy in"
+            " both; x plain is what to look at"
         )
     for report, name in ((comparison.before, "before"), (comparison.after, "now")):
         if not report.complete:

@@ -276,6 +276,8 @@ def _pairs(name: str, pairs: Sequence[Pair], number: int) -> str:
     text = f"{faster} faster, {slower} slower, of {len(pairs)}; the others within the spread."
     if any(pair.verdict == "unknown" for pair in pairs):
         text = "Too few rounds to tell a change from chance."
+    elif any(pair.verdict == "unsteady" for pair in pairs):
+        text = "Plain decoding changed as well: not the same load in both."
     svg = charts.pairs(both, says=f"Tokens per second before and now. {text}")
     rows = [(label, f"{old:.1f}", f"{new:.1f}") for label, old, new in both]
     speed = html.figure("Tokens per second", svg, text, ("method", "before", "now"), rows)

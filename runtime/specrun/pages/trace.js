@@ -273,8 +273,8 @@
     return [
       make("strong", {}, `Round ${number + 1}`),
       `: ${drafts}, ${round[EMITTED]} ${plural}`,
-      make("q", { dir: "auto" }, gave.replaceAll("\n", "⏎")),
       make("small", { class: "soft" }, times),
+      make("q", { dir: "auto" }, gave.replaceAll("\n", "⏎").trim()),
     ];
   }
 
