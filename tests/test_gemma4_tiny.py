@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_a_trace_changes_nothing(folder: Path, exact: bool) -> None:
     """Its alternatives need logits where the argmax would do; its texts are the text."""
     with specrun.load(folder, exact=exact) as engine:
         for method in ("plain", "prompt-lookup", "mtp-drafter"):
-            given = {"max_new_tokens": 64, "method": method}
+            given: dict[str, Any] = {"max_new_tokens": 64, "method": method}
             want = engine.generate(PROMPTS[12], **given)
             recorder = Recorder()
             got = engine.generate(PROMPTS[12], logprobs=5, on_round=recorder, **given)
