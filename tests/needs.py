@@ -37,6 +37,11 @@ def playwright() -> Any:
     return _module("playwright.sync_api", everywhere=True)
 
 
+def axe() -> Any:
+    """The module that looks for what keeps people with other senses out of a page."""
+    return _module("axe_playwright_python.sync_playwright", everywhere=True)
+
+
 def chromium() -> Path:
     """The machine's Chromium, or Chrome."""
     for name in BROWSERS:

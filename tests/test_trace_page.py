@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from accessible import violations
 from browser import DESKTOP, PHONE, opened
 from drafting import RightFor
 from test_text import byte_level
@@ -155,6 +156,28 @@ def test_what_a_screen_reader_finds(shown: Page) -> None:
     assert shown.get_by_role("complementary", name="Token").count() == 1
     labels = shown.locator("button:visible, summary:visible").all_inner_texts()
     assert all(label.strip() for label in labels)
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")])
+def test_nobody_is_kept_out(
+    browser: Browser, made: Path, size: tuple[int, int], scheme: str
+) -> None:
+    """The rules of WCAG that a program can check, with everything open."""
+    with opened(browser, size, color_scheme=scheme) as page:
+        page.goto(made.as_uri())
+        assert violations(page) == []
+        page.locator("#show-rejected").check()
+        page.locator("#open-all").click()
+        for summary in page.locator("figure summary, #ran summary").all():
+            summary.click()
+        page.locator("[data-origin=accepted]").click()
+        page.locator("#t3").click()
+        assert violations(page) == []
+
+
+def test_a_page_that_keeps_somebody_out_is_found(page: Page) -> None:
+    page.set_content("<html lang=en><title>t</title><main><h1>t</h1><img src=''></main>")
+    assert [found.partition(":")[0] for found in violations(page)] == ["image-alt"]
 
 
 def test_what_the_origins_are(shown: Page) -> None:

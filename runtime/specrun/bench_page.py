@@ -24,10 +24,12 @@ def page(report: BenchReport) -> str:
     """A report as HTML."""
     folder = report.folder
     body = (
+        "<header>",
         html.tag("h1", "What drafting gains on this machine"),
         html.tag("p", html.escape(f"{folder.target}, {folder.precision}, {report.machine.cpu}")),
         *_warnings(report),
         html.tiles(_tiles(report)),
+        "</header>",
         "<main>",
         _overall(report),
         *(_workload(report, work, number) for number, work in enumerate(report.workloads)),
@@ -42,9 +44,11 @@ def compared(comparison: Comparison) -> str:
     """Two reports as HTML."""
     names = dict.fromkeys(pair.workload for pair in comparison.pairs)
     body = (
+        "<header>",
         html.tag("h1", "Two benchmarks compared"),
         html.tag("p", html.escape(_between(comparison))),
         *(html.tag("p", html.escape(note), class_="note") for note in comparison.notes),
+        "</header>",
         "<main>",
         _differences(comparison),
         *(

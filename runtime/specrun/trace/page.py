@@ -181,14 +181,22 @@ def _tokens(trace: Trace) -> str:
     """Every token as an element; their text alone is the text, line ends included."""
     last = {token.group: index for index, token in enumerate(trace.tokens)}
     spans = "".join(
-        f'<span class="t {token.origin}" role="option" tabindex="-1" id="t{index}">'
-        f"{_inside(token, index, last[token.group], trace.names)}</span>"
+        f'<span class="t {token.origin}" role="option" tabindex="-1" id="t{index}"'
+        f"{_label(token, trace.names)}>{_inside(token, index, last[token.group], trace.names)}"
+        "</span>"
         for index, token in enumerate(trace.tokens)
     )
     return (
         '<div class="text" id="tokens" role="listbox" dir="auto" aria-orientation="horizontal"'
         f' aria-label="Generated tokens">{spans}</div>'
     )
+
+
+def _label(token: TracedToken, names: dict[int, str]) -> str:
+    """A name for screen readers where nothing can be read; the script gives the others theirs."""
+    if token.text.strip() and not all(map(hidden, token.text.strip())):
+        return ""
+    return f' aria-label="{html.escape(visible(token.text or names[token.id]))}"'
 
 
 def _inside(token: TracedToken, index: int, last: int, names: dict[int, str]) -> str:
