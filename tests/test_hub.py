@@ -201,7 +201,7 @@ def failing(name: str) -> Callable[..., Any]:
     [
         ("GatedRepoError", False, "asks for its licence to be accepted first", "give --token"),
         ("RevisionNotFoundError", False, "has no such revision", "branches, tags and commits"),
-        ("RepositoryNotFoundError", False, "no such model on the hub", "HF_TOKEN or --token"),
+        ("RepositoryNotFoundError", False, "no such model on the hub", "HF_TOKEN, or give --token"),
         ("LocalEntryNotFoundError", True, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         ("LocalEntryNotFoundError", False, "could not be reached", "check the connection"),
         ("HfHubHTTPError", False, "could not be reached", "check the connection"),

@@ -18,8 +18,10 @@ from specexport.cli_plan import plan
 from specrun import __version__
 from specrun.cli import DefaultGroup, inspect
 from specrun.cli_errors import reports_errors
+from specrun.cli_folder import located
 from specrun.decode import encode
 from specrun.errors import UsageError
+from specrun.hub import is_address, parse
 from specrun.plans import PRODUCTS
 
 if TYPE_CHECKING:
@@ -209,6 +211,11 @@ def build(
       specexport build engines/ --backend tensorrt-rtx --compute-capability 89
     """
     cli_options.check_installed()
+    if is_address(folder):
+        raise UsageError(
+            f"{parse(folder)}: plans are built into a folder of your own, not into the hub's cache",
+            hint="fetch it with `hf download ORG/NAME --local-dir DIR`, and give DIR",
+        )
     from specexport.progress import bars
     from specexport.trt.building import Asked, build_folder
     from specrun.plans import of_backend
@@ -256,6 +263,7 @@ def check(
     cli_options.check_installed()
     from specexport import exporter
 
+    folder = located(folder)
     if source is None and drafters:
         raise UsageError(
             "--drafter: has no use without the SOURCE that the folder was exported from",

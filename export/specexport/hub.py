@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from specexport.errors import SourceError
+from specrun.hub import HUB_ID as HUB_ID
+from specrun.hub_errors import Words, check_space, explained
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+WORDS = Words(
+    missing="no folder of that name here, and no such model on the hub",
+    token="set HF_TOKEN, or give --token",
+    instead="give a local folder with the checkpoint",
+    elsewhere="no folder of that name here, ",
+)
 NEEDED = (
     "config.json",
     "generation_config.json",
@@ -24,9 +30,6 @@ NEEDED = (
 )
 CONFIGURATION = ("config.json", "generation_config.json")
 NOT_NEEDED = ("*/*", "consolidated*")  # sub-folders hold other formats of the same weights
-
-
-HEADROOM = 64 << 20  # bytes left free beside what is downloaded
 
 
 def download(
@@ -79,49 +82,14 @@ def _check_space(repo: str, request: dict[str, Any]) -> None:
         return
     try:
         files: Any = snapshot_download(repo, dry_run=True, **request)
-        needed = sum(file.file_size or 0 for file in files if file.will_download)
+        problem = check_space(repo, files)
     except Exception:  # the download itself will say what is wrong, or find it all in the cache
         return
-    cache = Path(constants.HF_HUB_CACHE)
-    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if needed and free < needed + HEADROOM:
-        raise SourceError(
-            f"{repo}: {needed / 1e9:.2f} GB are to be downloaded, {free / 1e9:.2f} GB are free"
-            f" under {cache}",
-            hint="free some space, or set HF_HUB_CACHE to a folder on another disk",
-        )
+    if problem is not None:
+        raise SourceError(problem[0], hint=problem[1])
 
 
 def _explained(repo: str, revision: str | None, error: Exception) -> SourceError:
-    from huggingface_hub import constants, errors
-
     where = repo if revision is None else f"{repo} at {revision}"
-    if isinstance(error, errors.GatedRepoError):
-        return SourceError(
-            f"{where}: the model hub asks for its licence to be accepted first",
-            hint="accept it on the model's page, then give a token of that account: log in with"
-            " `hf auth login`, set HF_TOKEN, or give --token",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(
-            f"{where}: the model hub has no such revision",
-            hint="its page lists branches, tags and commits; without one the newest is taken",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return SourceError(
-            f"{where}: no folder of that name here, and no such model on the hub",
-            hint="check the name; a private model needs `hf auth login`, HF_TOKEN or --token",
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        return SourceError(
-            f"{where}: no folder of that name here, not in the cache, and HF_HUB_OFFLINE is set,"
-            " so that the model hub could not be reached",
-            hint="unset HF_HUB_OFFLINE, or give a local folder with the checkpoint",
-        )
-    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return SourceError(
-        f"{where}: no folder of that name here, not in the cache, and the model hub could not be"
-        f" reached ({first_line.strip()})",
-        hint="check the connection and HF_HUB_OFFLINE, or give a local folder with the checkpoint",
-    )
+    message, hint = explained(where, error, WORDS)
+    return SourceError(message, hint=hint)

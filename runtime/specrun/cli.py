@@ -18,6 +18,7 @@ from specrun.cli_bench import bench
 from specrun.cli_compare import compare
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import reports_errors
+from specrun.cli_folder import located
 from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
@@ -260,11 +261,12 @@ def run(
     trace: Path | None,
     **given: Any,
 ) -> None:
-    """Generate text from the engines in FOLDER.
+    """Generate text from the engines in FOLDER, a path or hf://ORG/NAME on the model hub.
 
     \b
     Examples:
       specrun engines/ --prompt "Write a joke about RAM" --stats
+      specrun hf://org/engines --prompt "Write a joke about RAM"
       specrun engines/ --prompt "Once upon a time" --raw --method plain
       echo "Hello" | specrun engines/ --prompt-file - -n 64 --stop "."
       specrun engines/ --prompt "List the planets" --json
@@ -282,6 +284,7 @@ def run(
     text = _prompt(prompt, prompt_file)
     import specrun
 
+    folder = located(folder, quiet=quiet)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character is no reason to stop in the middle of a text.
         sys.stdout.reconfigure(errors="replace")
@@ -336,7 +339,7 @@ def inspect(folder: Path, as_json: bool, integrity: Integrity) -> None:
     from specrun.manifest import dumps, read
     from specrun.manifest_lines import lines
 
-    manifest = read(folder, integrity=integrity)
+    manifest = read(located(folder), integrity=integrity)
     click.echo(dumps(manifest) if as_json else _table(lines(manifest)), nl=not as_json)
 
 

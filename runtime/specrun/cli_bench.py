@@ -16,6 +16,7 @@ from specrun.bench_table import same, table
 from specrun.bench_workloads import WORKLOADS
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import INTERRUPTED, reports_errors
+from specrun.cli_folder import located
 from specrun.errors import SpecrunError
 from specrun.options import SCHEDULES, EngineOptions
 from specrun.pages import files
@@ -154,6 +155,7 @@ def bench(
     from specrun import manifest
     from specrun.resolve import engines_only
 
+    folder = located(folder, quiet=quiet)
     engine_options = engines_only(engine_options, manifest.read(folder, drafters_may_miss=True))
     try:
         with specrun.load(folder, options=engine_options) as engine:
