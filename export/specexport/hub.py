@@ -27,6 +27,7 @@ NEEDED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "README.md",  # for the licence
 )
 CONFIGURATION = ("config.json", "generation_config.json")
 NOT_NEEDED = ("*/*", "consolidated*")  # sub-folders hold other formats of the same weights
