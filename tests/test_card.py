@@ -41,8 +41,8 @@ def of(made: Manifest, target: str, revision: str | None = None) -> Manifest:
 
 def metadata(text: str) -> dict[str, Any]:
     """As the hub's client reads it, which is strict."""
-    found: dict[str, Any] = ModelCard(text).data.to_dict()
-    return found
+    data: Any = ModelCard(text).data
+    return dict(data.to_dict())
 
 
 # What it says.

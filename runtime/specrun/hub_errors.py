@@ -27,15 +27,17 @@ class Words:
     elsewhere: str = ""
 
 
-def check_space(where: str, files: Iterable[Any]) -> Problem | None:
+def check_space(
+    where: str, files: Iterable[Any], *, cache_dir: str | None = None
+) -> Problem | None:
     """What is wrong if the disk of the hub's cache has less free than is to be downloaded.
 
-    ``files``: as a dry run of the client lists them.
+    ``files``: as a dry run of the client lists them. ``cache_dir``: None is the client's own.
     """
     from huggingface_hub import constants
 
     needed = sum(file.file_size or 0 for file in files if file.will_download)
-    cache = Path(constants.HF_HUB_CACHE)
+    cache = Path(cache_dir or constants.HF_HUB_CACHE)
     there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if not needed or free >= needed + HEADROOM:
