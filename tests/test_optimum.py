@@ -22,7 +22,8 @@ from optimum.commands.export.base import ExportCommand
 from optimum.commands.optimum_cli import load_optimum_namespace_cli_commands
 from optimum.commands.optimum_cli import main as optimum_cli
 
-from specexport import cli, exporter, sources, tasks
+from specexport import cli, exporter, tasks
+from specexport.cli_options import Task
 from specexport.errors import SourceError
 from specexport.optimum_command import SpeculativeExportCommand, arguments
 from specexport.options import ExportOptions
@@ -245,9 +246,10 @@ def test_what_does_not_say_is_left_to_its_type(architectures: object, tmp_path: 
 def test_a_configuration_that_is_none_is_told_as_ever(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    for task in ("auto", "text-generation"):
+    choices: tuple[Task, Task] = ("auto", "text-generation")
+    for task in choices:
         with pytest.raises(SourceError) as caught:
-            resolve_as(tmp_path, Wanted(task=task))  # type: ignore[arg-type]
+            resolve_as(tmp_path, Wanted(task=task))
         assert str(caught.value).startswith(f"{path}: ")
 
 
@@ -266,7 +268,7 @@ def test_without_a_task_nothing_is_inferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As PyTorch verifies a folder where optimum is not installed."""
-    monkeypatch.setattr(sources.tasks, "check", lambda *_, **__: pytest.fail("inferred"))
+    monkeypatch.setattr(tasks, "check", lambda *_, **__: pytest.fail("inferred"))
     config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
     config.save_pretrained(tmp_path)
     assert resolve_as(tmp_path, Wanted(config_only=True)).model_type == "llama"

@@ -72,6 +72,7 @@ class SpeculativeExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
     def run(self) -> None:
         """Export, and exit as ``specexport export`` does."""
+        assert self.args is not None, "optimum-cli has parsed them"
         cli.prepare()
         cli.export.main(arguments(self.args), prog_name=NAME)
 
