@@ -22,7 +22,11 @@ BEGIN = "<!-- reference: written by scripts/gen_reference.py -->"
 END = "<!-- reference: end -->"
 COMMANDS = (
     (specexport, "specexport", ("export", "plan", "build", "check", "presets")),
-    (specrun, "specrun", ("run", "chat", "tune", "bench", "inspect", "doctor")),
+    (
+        specrun,
+        "specrun",
+        ("run", "chat", "tune", "bench", "compare", "inspect", "doctor"),
+    ),
 )
 WIDTH = 100  # characters per line of help
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from exported import Exported, Pair
     from fake_gpu import Gpu
     from onnx_plans import Workshop
+    from playwright.sync_api import Browser, Page
 
     from specrun.manifest import Precision
 
@@ -64,6 +65,24 @@ def open_toy(tmp_path: Path) -> Iterator[Callable[..., specrun.Engine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A Chromium without a window. While it is there, asyncio.run() does not work."""
+    import browser
+
+    with browser.launched() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """An empty page as wide as a desktop's; see ``browser.opened`` for what holds at the end."""
+    from browser import opened
+
+    with opened(browser) as found:
+        yield found
 
 
 @pytest.fixture

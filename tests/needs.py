@@ -1,13 +1,16 @@
-"""Packages that some tests need and not every machine has.
+"""What some tests need and not every machine has.
 
-In the environment that ``scripts/test`` makes they are there, so that to miss one is an error and
-not a skipped test that nobody sees.
+In the environment that ``scripts/test`` makes the packages are there, so that to miss one is an
+error and not a skipped test that nobody sees. A browser is installed by ``.ci/run``, which says so
+with the variable ``NEEDS_BROWSER``; elsewhere its tests are skipped where there is none.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 import pytest
 
 EXTRA = "pip install 'specrun[tensorrt-rtx]'"
+DEV = "pip install 'specrun[dev]'"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def tensorrt_rtx() -> Any:
@@ -27,8 +32,30 @@ def cuda_runtime() -> Any:
     return _module("cuda.bindings.runtime")
 
 
-def _module(name: str) -> Any:
-    made_by_scripts = Path(sys.prefix, "installed-from").exists()
-    if made_by_scripts and platform.system() == "Linux" and platform.machine() == "x86_64":
+def playwright() -> Any:
+    """The module that drives a browser."""
+    return _module("playwright.sync_api", everywhere=True)
+
+
+def axe() -> Any:
+    """The module that looks for what keeps people with other senses out of a page."""
+    return _module("axe_playwright_python.sync_playwright", everywhere=True)
+
+
+def chromium() -> Path:
+    """The machine's Chromium, or Chrome."""
+    for name in BROWSERS:
+        if found := shutil.which(name):
+            return Path(found)
+    missing = f"no browser: none of {', '.join(BROWSERS)} is there"
+    if os.environ.get("NEEDS_BROWSER"):
+        raise RuntimeError(missing)
+    pytest.skip(missing)
+
+
+def _module(name: str, *, everywhere: bool = False) -> Any:
+    """``everywhere``: it has packages for all machines, not only for Linux on x86-64."""
+    here = platform.system() == "Linux" and platform.machine() == "x86_64"
+    if Path(sys.prefix, "installed-from").exists() and (here or everywhere):
         return importlib.import_module(name)
-    return pytest.importorskip(name, reason=EXTRA)
+    return pytest.importorskip(name, reason=DEV if everywhere else EXTRA)

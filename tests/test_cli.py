@@ -206,9 +206,10 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "quiet": ([], ["--quiet"]),
 }
 # Only the CPU is certain to be there, see test_devices; ids are for programs, the command has
-# --bad-word. PyTorch needs a checkpoint, which toys do not have; see test_verification.
+# --bad-word. PyTorch needs a checkpoint, which toys do not have; see test_verification. A trace is
+# a file of its own, see test_trace.
 DEVICES = {"device", "device_id", "provider_library", "user_compute_stream", "cuda_graph"}
-NO_SECOND_VALUE = {"folder", "bad_words_ids", "tuning", "target", "tools", *DEVICES}
+NO_SECOND_VALUE = {"folder", "bad_words_ids", "tuning", "target", "tools", "trace", *DEVICES}
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -28,10 +28,11 @@ import torch
 import transformers
 from click.testing import CliRunner
 from exported import Exported, Pair, forward, pair_params, prompt_of, reference
+from huggingface_hub import ModelCard
 from numpy.typing import NDArray
 
 import specrun
-from specexport import cli, datafile, engines, exporter, folder, models, streamed
+from specexport import card, cli, datafile, engines, exporter, folder, models, streamed
 from specexport import reference as references
 from specexport.datafile import DATA_FILE
 from specexport.errors import ExportError, ParityError, SourceError
@@ -734,3 +735,16 @@ def test_threads_are_those_we_may_use(
     monkeypatch.setattr(ort, "open_session", opens)
     exporter.export(llama, None, tmp_path / "out")
     assert seen == [len(os.sched_getaffinity(0))]
+
+
+def test_a_model_card_is_written(llama: Source, tmp_path: Path) -> None:
+    """With the checkpoint's licence. It is no file of the manifest; an export may replace it."""
+    path = shutil.copytree(llama.path, tmp_path / "llama")
+    (path / card.CARD).write_text("---\nlicense: mit\n---\n")
+    out = tmp_path / "engines"
+    made = exporter.export(resolve(path), None, out, UNCHECKED)
+    folder.check_target(out)
+    assert card.CARD not in made.sizes
+    found = ModelCard.load(out / card.CARD)
+    assert found.data.license == "mit"
+    assert "* llama: mit" in found.text

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from check_tiny import Setting, Text
 import specrun
 from specrun import manifest
 from specrun.stats import Stats
+from specrun.trace import Recorder
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +120,22 @@ def test_as_it_comes(folder: Path, texts: list[Text]) -> None:
                 assert result.tokens == text.until(ends)
             stats.append(result.stats)
     assert check_tiny.accepted_per_round(stats) >= 1.5
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_trace_changes_nothing(folder: Path, exact: bool) -> None:
+    """Its alternatives need logits where the argmax would do; its texts are the text."""
+    with specrun.load(folder, exact=exact) as engine:
+        for method in ("plain", "prompt-lookup", "mtp-drafter"):
+            given: dict[str, Any] = {"max_new_tokens": 64, "method": method}
+            want = engine.generate(PROMPTS[12], **given)
+            recorder = Recorder()
+            got = engine.generate(PROMPTS[12], logprobs=5, on_round=recorder, **given)
+            assert got.tokens == want.tokens
+            found = recorder.trace(engine, got)
+            assert "".join(token.text for token in found.tokens) == want.text
+            assert [token.top[0][0] for token in found.tokens] == want.tokens
+            assert sum(len(done.rejected) for done in found.rounds) == want.stats.rejected
 
 
 def test_the_dialect_of_tensorrt(

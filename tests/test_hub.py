@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,18 @@ class Hub:
                 SimpleNamespace(file_size=self.sizes.get(name, 1), will_download=True)
                 for name in names
             ]
-        commit = COMMITS[options["revision"] or "main"]
+        revision = options["revision"] or "main"
+        commit = COMMITS.get(revision, revision)
         there = self.folder / repo.replace("/", "--") / commit
         there.mkdir(parents=True, exist_ok=True)
         for name in names:
             shutil.copyfile(self.model / name, there / name)
         return str(there)
+
+    @property
+    def of_weights(self) -> list[dict[str, Any]]:
+        """Requests that fetched a model's weights."""
+        return [asked for asked in self.downloads if "*.safetensors" in asked["allow_patterns"]]
 
     @property
     def downloads(self) -> list[dict[str, Any]]:
@@ -131,7 +138,8 @@ def test_plan_fetches_configurations_with_the_token_and_never_shows_it(
     arguments = ("plan", "org/large", "--drafter", "org/small@v2", "--json", *token)
     result = call(*arguments)
     assert result.exit_code == 0, result.output
-    assert [asked["repo"] for asked in fake.downloads] == ["org/large", "org/small"]
+    assert list(dict.fromkeys(asked["repo"] for asked in fake.asked)) == ["org/large", "org/small"]
+    assert fake.of_weights == []
     assert {asked["token"] for asked in fake.asked} == {given}
     assert json.loads(result.stdout)["revision"] == COMMITS["main"]
     assert TOKEN not in result.output + result.stderr
@@ -164,7 +172,7 @@ def test_no_room_for_the_download(fake: Hub, monkeypatch: pytest.MonkeyPatch) ->
         resolve("org/model")
     assert "9.00 GB are to be downloaded, 4.00 GB are free under" in str(caught.value)
     assert "HF_HUB_CACHE" in str(caught.value.hint)
-    assert fake.downloads == []
+    assert fake.of_weights == []
     fake.sizes["model.safetensors"] = 3 * GIGABYTE
     assert resolve("org/model").id == "org/model"
 
@@ -184,6 +192,65 @@ def test_a_hub_that_gives_no_sizes_is_asked_all_the_same(
     assert resolve("org/model").revision == COMMITS["main"]
 
 
+def kind(folder: Path, model_type: str, *architectures: str) -> None:
+    """Make the checkpoint one that says it is another."""
+    config = json.loads((folder / "config.json").read_text())
+    changed = config | {"model_type": model_type, "architectures": list(architectures)}
+    (folder / "config.json").write_text(json.dumps(changed))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "message"),
+    [
+        ("bert", "BertForMaskedLM", r"is a model for fill-mask \(BertForMaskedLM\), not for text-"),
+        ("llama", "LlamaForSequenceClassification", "is a model for text-classification"),
+        ("mistral", "MistralForCausalLM", "model type 'mistral' is not supported"),
+    ],
+)
+def test_what_cannot_be_exported_is_told_before_its_weights_are_fetched(
+    model_type: str, architecture: str, message: str, fake: Hub, model: Path, tmp_path: Path
+) -> None:
+    fake.model = shutil.copytree(model, tmp_path / "other")
+    kind(fake.model, model_type, architecture)
+    result = call("org/model", "--out", tmp_path / "engines")
+    assert result.exit_code == 1
+    assert re.search(message, result.stderr), result.stderr
+    assert fake.downloads and fake.of_weights == []
+
+
+def test_a_checkpoint_of_another_library_is_told_by_its_files(
+    fake: Hub, model: Path, tmp_path: Path
+) -> None:
+    """Which are fetched for that; --task says that it is one for text all the same."""
+    fake.model = shutil.copytree(model, tmp_path / "embedding")
+    (fake.model / "config_sentence_transformers.json").write_text("{}")
+    result = call("plan", "org/model")
+    assert result.exit_code == 1
+    assert "is a model of sentence_transformers, not of transformers" in result.stderr
+    assert "--task text-generation" in result.stderr
+    assert call("plan", "org/model", "--task", "text-generation").exit_code == 0
+
+
+def test_a_cache_elsewhere(fake: Hub, tmp_path: Path) -> None:
+    result = call("plan", "org/model", "--cache-dir", tmp_path / "mine")
+    assert result.exit_code == 0, result.output
+    assert {asked["cache_dir"] for asked in fake.asked} == {str(tmp_path / "mine")}
+
+
+def test_extras_can_be_done_without(fake: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may be whole but for them, and the hub away."""
+    import huggingface_hub
+
+    def no_extras(repo: str, **options: Any) -> Any:
+        if options["allow_patterns"] == list(hub.EXTRAS):
+            raise huggingface_hub.errors.LocalEntryNotFoundError("away")
+        return fake.snapshot_download(repo, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_extras)
+    assert resolve("org/model").revision == COMMITS["main"]
+    assert len(fake.of_weights) == 1
+
+
 def failing(name: str) -> Callable[..., Any]:
     """A client that raises the error of that name."""
     from huggingface_hub import errors
@@ -201,7 +268,7 @@ def failing(name: str) -> Callable[..., Any]:
     [
         ("GatedRepoError", False, "asks for its licence to be accepted first", "give --token"),
         ("RevisionNotFoundError", False, "has no such revision", "branches, tags and commits"),
-        ("RepositoryNotFoundError", False, "no such model on the hub", "HF_TOKEN or --token"),
+        ("RepositoryNotFoundError", False, "no such model on the hub", "HF_TOKEN, or give --token"),
         ("LocalEntryNotFoundError", True, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         ("LocalEntryNotFoundError", False, "could not be reached", "check the connection"),
         ("HfHubHTTPError", False, "could not be reached", "check the connection"),

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "runtime/specrun": {"specrun"},
     "graphs/specgraphs": {"specrun", "specgraphs"},
     "export/specexport": {"specrun", "specgraphs", "specexport"},
+    "export/optimum": {"specexport"},
 }
 OURS = {"specrun", "specgraphs", "specexport", "tests", "scripts"}
 FOLDERS = {"runtime", "graphs", "export"}

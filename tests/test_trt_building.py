@@ -30,6 +30,7 @@ from small_vocabulary import ENGINES
 
 import specrun.cli
 from specexport import cli, exporter
+from specexport.card import CARD
 from specexport.errors import ExportError
 from specexport.options import ExportOptions
 from specexport.sources import resolve
@@ -72,7 +73,7 @@ def sound(folder: Path) -> list[str]:
     """Every file is listed with its hash and no other is there; the plans' files."""
     made = manifests.read(folder, integrity="full")
     names = {entry.path for entry in made.files}
-    assert names | {MANIFEST} == set(contents(folder)) - {TUNING}
+    assert names | {MANIFEST, CARD} == set(contents(folder)) - {TUNING}
     assert BUILD_MANIFEST in names
     assert {one.spec.file: one.spec for one in build_manifest.read(folder).built} == made.plans
     return sorted(made.plans)
@@ -94,6 +95,15 @@ def test_a_first_build(folder: Path, workshop: Workshop) -> None:
     assert before.notes != made.notes and before.files != made.files
     for name in ("target", "tokenizer", "generation", "drafters", "versions"):
         assert getattr(made, name) == getattr(before, name)
+    alone(folder)
+
+
+def test_a_model_card_goes_along(folder: Path, workshop: Workshop) -> None:
+    """Also one that somebody changed, which an export would not replace."""
+    (folder / CARD).write_text("my own words")
+    workshop.build(folder)
+    assert sound(folder) == [DRAFTER_PLAN, PLAN]
+    assert (folder / CARD).read_text() == "my own words"
     alone(folder)
 
 

@@ -155,7 +155,7 @@ def test_indices_of_shards(tmp_path: Path, index: str) -> None:
 def test_links_of_a_checkpoint(tmp_path: Path) -> None:
     """In the hub's cache files are links to blobs beside the snapshot; else they stay inside."""
     (tmp_path / "outside.safetensors").write_bytes(header(one()))
-    folder = tmp_path / "models--org--name" / "snapshots" / "0123"
+    folder = tmp_path / "models--org--name" / "snapshots" / ("0123456789" * 4)
     folder.mkdir(parents=True)
     blobs = tmp_path / "models--org--name" / "blobs"
     blobs.mkdir()

@@ -458,7 +458,12 @@ def test_what_such_a_folder_holds(skipped: Callable[[str], Path]) -> None:
     spec = made.engines["target"]
     assert (spec.backend, spec.file, spec.precision) == ("torch", "", "fp32")
     assert made.target_sha256 == made.target.fingerprint
-    assert {path.suffix for path in skipped("gemma4").iterdir()} == {".onnx", ".data", ".json"}
+    assert {path.suffix for path in skipped("gemma4").iterdir()} == {
+        ".onnx",
+        ".data",
+        ".json",
+        ".md",
+    }
     assert [path.name for path in skipped("gemma4").glob("*.onnx")] == ["mtp_drafter.onnx"]
     assert made.parity is not None and made.parity.worst_error < 1e-5
     worst = exporter.check_itself(skipped("gemma4"))

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport import cli_options
+from specexport.cli_options import Task
 from specexport.cli_plan import plan
 from specrun import __version__
 from specrun.cli import DefaultGroup, inspect
 from specrun.cli_errors import reports_errors
+from specrun.cli_folder import located
 from specrun.decode import encode
 from specrun.errors import UsageError
+from specrun.hub import is_address, parse
 from specrun.plans import PRODUCTS
 
 if TYPE_CHECKING:
@@ -51,6 +54,11 @@ def main() -> None:
     The sub-command export may be left out; see "specexport export --help" for its options and
     "specexport presets" for the names it knows.
     """
+    prepare()
+
+
+def prepare() -> None:
+    """What every export sets up in a process of its own: quiet libraries, an orderly end."""
     _quiet_libraries()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
@@ -114,6 +122,8 @@ def export(
     num_draft: int | None,
     revision: str | None,
     token: str | None,
+    cache_dir: str | None,
+    task: Task,
     memory_gb: float,
     skip: str | None,
     capabilities: tuple[int, ...],
@@ -139,6 +149,7 @@ def export(
     from specexport.exporter import export as run_export
     from specexport.options import ExportOptions
     from specexport.progress import bars
+    from specexport.sources import Wanted
 
     options = ExportOptions(
         **how,
@@ -151,7 +162,8 @@ def export(
         check=not no_check,
         memory_gb=memory_gb,
     )
-    target, drafting = cli_options.sources(source, drafters, revision=revision, token=token)
+    wanted = Wanted(revision, token, cache_dir=cache_dir, task=task)
+    target, drafting = cli_options.sources(source, drafters, wanted)
     with bars(quiet=quiet or as_json) as progress:
         made = run_export(target, drafting, out, options, progress=progress)
     if as_json:
@@ -209,6 +221,11 @@ def build(
       specexport build engines/ --backend tensorrt-rtx --compute-capability 89
     """
     cli_options.check_installed()
+    if is_address(folder):
+        raise UsageError(
+            f"{parse(folder)}: plans are built into a folder of your own, not into the hub's cache",
+            hint="fetch it with `hf download ORG/NAME --local-dir DIR`, and give DIR",
+        )
     from specexport.progress import bars
     from specexport.trt.building import Asked, build_folder
     from specrun.plans import of_backend
@@ -255,7 +272,9 @@ def check(
     """
     cli_options.check_installed()
     from specexport import exporter
+    from specexport.sources import Wanted
 
+    folder = located(folder)
     if source is None and drafters:
         raise UsageError(
             "--drafter: has no use without the SOURCE that the folder was exported from",
@@ -270,7 +289,9 @@ def check(
         )
         data: dict[str, object] = {"folder": str(folder), "ok": True, "self_error": worst}
     else:
-        report = exporter.recheck(folder, *cli_options.sources(source, drafters, token=token))
+        report = exporter.recheck(
+            folder, *cli_options.sources(source, drafters, Wanted(token=token))
+        )
         outcome = _outcome(report)
         data = {"folder": str(folder), "ok": True, "parity": _parity(report)}
     click.echo(json.dumps(data, indent=2) if as_json else f"{folder}: {outcome}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import click
 
@@ -13,10 +14,13 @@ from specrun.errors import UsageError
 from specrun.manifest import Precision
 
 if TYPE_CHECKING:
-    from specexport.sources import Source
+    from specexport.sources import Source, Wanted
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
+Task = Literal["auto", "text-generation"]
+
+TEXT_GENERATION: Task = "text-generation"  # as in specexport.tasks
 NO_DRAFTER = "none"
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")  # as in specexport.options
@@ -33,6 +37,7 @@ EXPORT_MODULES = (
     "safetensors",
     "gguf",
     "huggingface_hub",
+    "optimum.exporters",
 )
 
 
@@ -126,6 +131,17 @@ def model_options(*, auto: bool) -> Callable[[Command], Command]:
             "--revision", help="Branch, tag or commit of a hub SOURCE; as ORG/NAME@REVISION."
         ),
         token_option,
+        click.option(
+            "--cache-dir", metavar="DIR", help="Of the model hub's files.  [default: HF_HUB_CACHE]"
+        ),
+        click.option(
+            "--task",
+            type=click.Choice(get_args(Task)),
+            default="auto",
+            show_default=True,
+            help="What SOURCE is for. auto: as optimum infers it, and refused if that is no text"
+            " generation.",
+        ),
     )
 
     def add(command: Command) -> Command:
@@ -148,25 +164,22 @@ def check_installed() -> None:
         )
 
 
-def sources(
-    source: str,
-    drafters: tuple[str, ...],
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    config_only: bool = False,
-) -> tuple[Source, list[Source]]:
-    """The target and its drafters: the preset's own where none is given. Raises SourceError."""
-    from specexport.sources import resolve, resolve_pair
+def sources(source: str, drafters: tuple[str, ...], wanted: Wanted) -> tuple[Source, list[Source]]:
+    """The target and its drafters: the preset's own where none is given. Raises SourceError.
 
+    The revision is the target's.
+    """
+    from specexport.sources import resolve_as, resolve_pair_as
+
+    drafting = replace(wanted, revision=None)
     if not drafters:
-        target, own = resolve_pair(source, revision=revision, token=token, config_only=config_only)
+        target, own = resolve_pair_as(source, None, wanted, drafting)
         return target, [] if own is None else [own]
-    target = resolve(source, revision=revision, token=token, config_only=config_only)
+    target = resolve_as(source, wanted)
     if NO_DRAFTER in drafters:
         if len(drafters) > 1:
             raise UsageError(
                 f"--drafter: 'none' excludes others, got {', '.join(drafters)}", hint="give one"
             )
         return target, []
-    return target, [resolve(drafter, token=token, config_only=config_only) for drafter in drafters]
+    return target, [resolve_as(drafter, drafting) for drafter in drafters]

@@ -31,6 +31,8 @@ def plan(
     max_context: int | None,
     revision: str | None,
     token: str | None,
+    cache_dir: str | None,
+    task: cli_options.Task,
     as_json: bool,
     **precisions: Any,
 ) -> None:
@@ -50,10 +52,10 @@ def plan(
     from specexport import plan as plans
     from specexport.options import ExportOptions
     from specexport.plan_costs import costs
+    from specexport.sources import Wanted
 
-    target, drafting = cli_options.sources(
-        source, drafters, revision=revision, token=token, config_only=True
-    )
+    wanted = Wanted(revision, token, config_only=True, cache_dir=cache_dir, task=task)
+    target, drafting = cli_options.sources(source, drafters, wanted)
     options = ExportOptions(
         **precisions, max_context=max_context, early_exit=early_exit, mtp_layers=mtp_layers
     )

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from specexport import (
     auto_precision,
+    card,
     engines,
     folder,
+    licences,
     models,
     parity,
     parts,
@@ -134,7 +136,10 @@ def export(
             )
         else:
             parity.check_declared_io(partial, made)
-        if asked is not None:
+        sources = (target, *_listed(drafters))
+        told = card.text(made, {source.id: licences.find(source.path) for source in sources})
+        (partial / card.CARD).write_text(told, encoding="utf-8")
+        if asked is not None:  # of plans the card says nothing: others may be built later
             made = _with_plans(partial, made, *asked, report)
         (partial / manifests.MANIFEST).write_text(manifests.dumps(made), encoding="utf-8")
         manifests.read(partial)

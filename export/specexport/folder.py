@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from specexport import card
+from specexport.card import CARD
 from specexport.errors import ExportError
 from specrun.manifest import MANIFEST, FileEntry, sha256_of
 from specrun.tuning import TUNING
@@ -34,14 +36,15 @@ FULL = {
 
 
 @contextlib.contextmanager
-def atomic(out: Path) -> Iterator[Path]:
+def atomic(out: Path, *, card_goes_along: bool = False) -> Iterator[Path]:
     """A new folder beside ``out`` that takes its place when the block ends without an error.
 
     An engine folder that is there already is replaced; anything else that is there is refused
-    before the block runs. On an error nothing is left and what was there stays; that of a full disk
+    before the block runs, a model card that somebody changed too, unless ``card_goes_along`` into
+    the new folder. On an error nothing is left and what was there stays; that of a full disk
     becomes an ExportError.
     """
-    check_target(out)
+    check_target(out, card_goes_along=card_goes_along)
     with _explaining_a_full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         _clear_up(out)
@@ -50,7 +53,7 @@ def atomic(out: Path) -> Iterator[Path]:
             with _held(partial):
                 yield partial
             partial.chmod(0o777 & ~_umask())
-            _take_place(partial, out)
+            _take_place(partial, out, card_goes_along=card_goes_along)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -66,7 +69,7 @@ def _explaining_a_full_disk(out: Path) -> Iterator[None]:
         raise ExportError(f"{out}: {FULL[error.errno]}", hint=SPACE_HINT) from error
 
 
-def check_target(out: Path) -> None:
+def check_target(out: Path, *, card_goes_along: bool = False) -> None:
     """Raise ExportError where ``out`` holds anything that an export has not written."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ExportError(f"{out}: is not a folder", hint="give a new folder with --out")
@@ -81,7 +84,15 @@ def check_target(out: Path) -> None:
             hint="give a new or empty folder with --out",
         )
     inside = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
-    if foreign := sorted(inside - ours):
+    foreign = sorted(inside - ours)
+    if CARD in foreign and (card_goes_along or card.is_own(out / CARD)):
+        foreign.remove(CARD)
+    if CARD in foreign:
+        raise ExportError(
+            f"{out}: its {CARD} was changed since the export, and would be written anew",
+            hint="move it away, and put it back afterwards",
+        )
+    if foreign:
         raise ExportError(
             f"{out}: holds {foreign[0]}, which is no part of the engine folder in it",
             hint="move it away, or give another folder with --out",
@@ -132,11 +143,11 @@ def listing(folder: Path) -> tuple[FileEntry, ...]:
     )
 
 
-def _take_place(new: Path, out: Path) -> None:
+def _take_place(new: Path, out: Path, *, card_goes_along: bool) -> None:
     if not out.exists():
         new.rename(out)
         return
-    check_target(out)  # once more: an export takes its time
+    check_target(out, card_goes_along=card_goes_along)  # once more: an export takes its time
     old = _beside(out, OLD)
     with _held(old):
         try:

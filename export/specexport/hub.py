@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from specexport.errors import SourceError
+from specexport.tasks import MARKS
+from specrun.hub import HUB_ID as HUB_ID
+from specrun.hub_errors import Words, check_space, explained
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+WORDS = Words(
+    missing="no folder of that name here, and no such model on the hub",
+    token="set HF_TOKEN, or give --token",
+    instead="give a local folder with the checkpoint",
+    elsewhere="no folder of that name here, ",
+)
 NEEDED = (
     "config.json",
     "generation_config.json",
@@ -23,10 +31,8 @@ NEEDED = (
     "chat_template*",
 )
 CONFIGURATION = ("config.json", "generation_config.json")
+EXTRAS = ("README.md", *MARKS)  # the licence, and whose model it is
 NOT_NEEDED = ("*/*", "consolidated*")  # sub-folders hold other formats of the same weights
-
-
-HEADROOM = 64 << 20  # bytes left free beside what is downloaded
 
 
 def download(
@@ -36,12 +42,14 @@ def download(
     token: str | None = None,
     config_only: bool = False,
     local_only: bool = False,
+    cache_dir: str | None = None,
 ) -> tuple[Path, str | None]:
     """The folder with the checkpoint's needed files and the commit it is at.
 
     What is in the cache already is not downloaded again; with ``HF_HUB_OFFLINE=1`` only the cache
     is looked at. ``token``: None takes HF_TOKEN or the stored login, as the client does.
     ``config_only``: no weights and no tokenizer. ``local_only``: only the cache is looked at.
+    ``cache_dir``: None is the client's own.
     Raises SourceError.
     """
     from huggingface_hub import snapshot_download
@@ -52,6 +60,7 @@ def download(
         "ignore_patterns": list(NOT_NEEDED),
         "token": token,
         "local_files_only": local_only,
+        "cache_dir": cache_dir,
     }
     try:
         if not config_only and not local_only:
@@ -71,6 +80,24 @@ def download(
     return folder, commit
 
 
+def fetch_extras(
+    repo: str, commit: str | None, *, token: str | None = None, cache_dir: str | None = None
+) -> None:
+    """Fetch what an export is better for and can do without, where that can be had."""
+    from huggingface_hub import snapshot_download
+
+    # Offline the cache may be whole but for these, and any other error was told of what is needed.
+    with contextlib.suppress(Exception):
+        snapshot_download(
+            repo,
+            revision=commit,
+            allow_patterns=list(EXTRAS),
+            ignore_patterns=list(NOT_NEEDED),
+            token=token,
+            cache_dir=cache_dir,
+        )
+
+
 def _check_space(repo: str, request: dict[str, Any]) -> None:
     """Raise SourceError where the hub names more bytes than the disk of the cache has free."""
     from huggingface_hub import constants, snapshot_download
@@ -79,49 +106,14 @@ def _check_space(repo: str, request: dict[str, Any]) -> None:
         return
     try:
         files: Any = snapshot_download(repo, dry_run=True, **request)
-        needed = sum(file.file_size or 0 for file in files if file.will_download)
+        problem = check_space(repo, files, cache_dir=request["cache_dir"])
     except Exception:  # the download itself will say what is wrong, or find it all in the cache
         return
-    cache = Path(constants.HF_HUB_CACHE)
-    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if needed and free < needed + HEADROOM:
-        raise SourceError(
-            f"{repo}: {needed / 1e9:.2f} GB are to be downloaded, {free / 1e9:.2f} GB are free"
-            f" under {cache}",
-            hint="free some space, or set HF_HUB_CACHE to a folder on another disk",
-        )
+    if problem is not None:
+        raise SourceError(problem[0], hint=problem[1])
 
 
 def _explained(repo: str, revision: str | None, error: Exception) -> SourceError:
-    from huggingface_hub import constants, errors
-
     where = repo if revision is None else f"{repo} at {revision}"
-    if isinstance(error, errors.GatedRepoError):
-        return SourceError(
-            f"{where}: the model hub asks for its licence to be accepted first",
-            hint="accept it on the model's page, then give a token of that account: log in with"
-            " `hf auth login`, set HF_TOKEN, or give --token",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(
-            f"{where}: the model hub has no such revision",
-            hint="its page lists branches, tags and commits; without one the newest is taken",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return SourceError(
-            f"{where}: no folder of that name here, and no such model on the hub",
-            hint="check the name; a private model needs `hf auth login`, HF_TOKEN or --token",
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        return SourceError(
-            f"{where}: no folder of that name here, not in the cache, and HF_HUB_OFFLINE is set,"
-            " so that the model hub could not be reached",
-            hint="unset HF_HUB_OFFLINE, or give a local folder with the checkpoint",
-        )
-    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return SourceError(
-        f"{where}: no folder of that name here, not in the cache, and the model hub could not be"
-        f" reached ({first_line.strip()})",
-        hint="check the connection and HF_HUB_OFFLINE, or give a local folder with the checkpoint",
-    )
+    message, hint = explained(where, error, WORDS)
+    return SourceError(message, hint=hint)

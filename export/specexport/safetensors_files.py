@@ -174,15 +174,9 @@ def _check_apart(path: Path, places: list[tuple[int, int, str]]) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Raise SourceError for a file of the checkpoint that is a link out of it.
-
-    In the cache of the model hub, which has links of its own, "out" is out of the model's own part
-    of the cache: ``snapshots/COMMIT/file`` leads to ``blobs/NAME`` beside it.
-    """
-    in_cache = folder.resolve().parent.name == "snapshots"
-    root = folder.resolve().parents[1] if in_cache else folder
+    """Raise SourceError for a file of the checkpoint that is a link out of it."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in READ_SUFFIXES and path.is_symlink() and not leads_inside(path, root):
+        if path.suffix in READ_SUFFIXES and path.is_symlink() and not leads_inside(path, folder):
             raise SourceError(
                 f"{path}: is a link that leads out of the checkpoint",
                 hint="put the file itself there",

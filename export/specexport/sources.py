@@ -22,8 +22,10 @@ from specexport import (
     naming,
     prequantized,
     presets,
+    tasks,
     tokenizer_files,
 )
+from specexport.cli_options import TEXT_GENERATION, Task
 from specexport.errors import SourceError, WeightsError
 from specexport.prequantized import Scheme
 from specexport.safetensors_files import check_links, read_folder, weight_files
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+AUTO: Task = "auto"
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 4 << 20
 AS_PUBLISHED = "the file must be as the model's authors published it"
@@ -147,13 +150,16 @@ class Wanted:
 
     ``revision``: branch, tag or commit, of hub ids only. ``token``: for the hub; None takes
     HF_TOKEN or the stored login. ``config_only``: no weights; those of the Source are empty then.
-    ``local_only``: nothing is downloaded.
+    ``local_only``: nothing is downloaded. ``cache_dir``: the hub's, None for its own.
+    ``task``: auto: what it is for is inferred, and refused if that is no text generation.
     """
 
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     config_only: bool = False
     local_only: bool = False
+    cache_dir: str | None = None
+    task: Task = TEXT_GENERATION
 
 
 def resolve(
@@ -168,8 +174,12 @@ def resolve(
 
     ``token``, ``config_only``, ``local_only``: see :class:`Wanted`.
     """
-    wanted = Wanted(revision, token, config_only, local_only)
-    return _resolve_pair(source, None, wanted, wanted, pair=False)[0]
+    return resolve_as(source, Wanted(revision, token, config_only, local_only))
+
+
+def resolve_as(source: str | Path, wanted: Wanted) -> Source:
+    """The same, with all that may be wanted."""
+    return resolve_pair_as(source, None, wanted, wanted, pair=False)[0]
 
 
 def resolve_pair(
@@ -190,12 +200,18 @@ def resolve_pair(
     """
     wanted = Wanted(revision, token, config_only)
     drafting = replace(wanted, revision=drafter_revision)
-    return _resolve_pair(source, drafter, wanted, drafting, pair=pair)
+    return resolve_pair_as(source, drafter, wanted, drafting, pair=pair)
 
 
-def _resolve_pair(
-    source: str | Path, drafter: str | Path | None, wanted: Wanted, drafting: Wanted, *, pair: bool
+def resolve_pair_as(
+    source: str | Path,
+    drafter: str | Path | None,
+    wanted: Wanted,
+    drafting: Wanted,
+    *,
+    pair: bool = True,
 ) -> tuple[Source, Source | None]:
+    """The same, with all that may be wanted of the target, and of the drafter."""
     preset = presets.find(source) if isinstance(source, str) else None
     if preset is None:
         target = _resolve(source, wanted)
@@ -223,7 +239,7 @@ def _resolve(source: str | Path, wanted: Wanted, name: str | None = None) -> Sou
     name = name or path.resolve().name
     if path.is_dir():
         _no_revision(source, wanted.revision)
-        return _from_folder(path, name, None, config_only=wanted.config_only)
+        return _from_folder(path, None, wanted, name=name)
     if path.is_file():
         _no_revision(source, wanted.revision)
         if path.suffix != ".gguf":
@@ -234,17 +250,34 @@ def _resolve(source: str | Path, wanted: Wanted, name: str | None = None) -> Sou
         return _from_gguf(path, name)
     if isinstance(source, str) and (named := _hub_id(source, wanted.revision)) is not None:
         repo, revision = named
-        folder, commit = hub.download(
-            repo,
-            revision,
-            token=wanted.token,
-            config_only=wanted.config_only,
-            local_only=wanted.local_only,
-        )
-        return _from_folder(folder, repo, commit, config_only=wanted.config_only)
+        return _from_hub(repo, revision, wanted)
     raise SourceError(
         f"{source}: no such folder or file, and not the name of a preset or a hub model",
         hint=f"presets: {', '.join(presets.PRESETS)}; a hub model is ORGANISATION/NAME",
+    )
+
+
+def _from_hub(repo: str, revision: str | None, wanted: Wanted) -> Source:
+    """What cannot be exported is told before its weights are downloaded."""
+    if wanted.local_only:
+        return _from_folder(*_downloaded(repo, revision, wanted), wanted, name=repo)
+    folder, commit = _downloaded(repo, revision, replace(wanted, config_only=True))
+    if wanted.task == AUTO or not wanted.config_only:
+        hub.fetch_extras(repo, commit, token=wanted.token, cache_dir=wanted.cache_dir)
+    if not wanted.config_only:
+        _configuration(folder, wanted)
+        folder, commit = _downloaded(repo, commit, wanted)
+    return _from_folder(folder, commit, wanted, name=repo)
+
+
+def _downloaded(repo: str, revision: str | None, wanted: Wanted) -> tuple[Path, str | None]:
+    return hub.download(
+        repo,
+        revision,
+        token=wanted.token,
+        config_only=wanted.config_only,
+        local_only=wanted.local_only,
+        cache_dir=wanted.cache_dir,
     )
 
 
@@ -266,11 +299,12 @@ def _no_revision(source: str | Path, revision: str | None) -> None:
         raise SourceError(f"{source}: a revision is for hub models, this is local")
 
 
-def _from_folder(
-    folder: Path, name: str, revision: str | None, *, config_only: bool = False
-) -> Source:
+def _configuration(folder: Path, wanted: Wanted) -> dict[str, Any]:
+    """The content of config.json, of a checkpoint that is of a supported kind."""
     config_file = folder / CONFIG
     if not config_file.is_file():
+        if wanted.task == AUTO:
+            tasks.check(folder, {}, multimodal=False)
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
         raise SourceError(
             f"{folder}: no {CONFIG} in it",
@@ -281,7 +315,16 @@ def _from_folder(
     check_links(folder)
     raw = _read_json(config_file)
     config_sizes.check(config_file, raw)
+    if wanted.task == AUTO:
+        tasks.check(folder, raw, multimodal=raw.get("model_type") in MULTIMODAL)
     _check_supported(str(folder), raw)
+    return raw
+
+
+def _from_folder(folder: Path, revision: str | None, wanted: Wanted, *, name: str) -> Source:
+    config_file = folder / CONFIG
+    config_only = wanted.config_only
+    raw = _configuration(folder, wanted)
     scheme = _scheme(str(folder), raw)
     if not config_only:
         weight_files(folder)  # says what is wrong with the weights before anything slow

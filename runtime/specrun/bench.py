@@ -11,6 +11,7 @@ another one, so that a machine that becomes slower does so for all of them.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from specrun import __version__
 from specrun.bandwidth import cache_bytes, read_bandwidth
 from specrun.bench_report import (
     PLAIN,
@@ -37,6 +39,7 @@ from specrun.bench_report import (
 from specrun.contract import BACK_ENGINE, FRONT_ENGINE, HEAD_ENGINE, TARGET_ENGINE
 from specrun.engine import Engine
 from specrun.errors import ContextFull, SpecrunError, UsageError
+from specrun.identity import fingerprint
 from specrun.manifest import DraftMethod, Manifest
 from specrun.options import GenerateOptions, Method
 from specrun.outcome import Outcome
@@ -139,6 +142,8 @@ class Benchmark:
             steps=self._steps,
             workloads=tuple(self._workloads()),
             notes=tuple(dict.fromkeys(self._notes)),
+            specrun=__version__,
+            measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
     def _workloads(self) -> list[WorkloadResult]:
@@ -372,6 +377,7 @@ def _folder(engine: Engine) -> Folder:
         architecture=target.architecture,
         precision=engine.manifest.target_engine.precision,
         exact_width=engine.options.fixed_width,
+        fingerprint=fingerprint(engine.manifest),
     )
 
 

@@ -292,13 +292,15 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class Folder:
-    """What was opened. ``exact_width``: rows of every run in exact mode, None without."""
+    """What was opened. ``exact_width``: rows of every run in exact mode, None without.
+    ``fingerprint``: of all its files, empty in reports of before there was one."""
 
     path: str
     target: str
     architecture: str
     precision: str
     exact_width: int | None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,8 @@ class BenchReport:
     ``read_bandwidth``: bytes per second that ``machine.threads`` threads read from memory.
     ``cache_bytes``: of the last level, None where the system does not say.
     ``contestants``: all that take part, plain decoding first.
+    ``specrun``: its version; ``measured``: when, ISO 8601 in UTC. Both are empty in reports of
+    before they were kept.
     """
 
     complete: bool
@@ -321,6 +325,8 @@ class BenchReport:
     steps: Steps | None
     workloads: tuple[WorkloadResult, ...]
     notes: tuple[str, ...]
+    specrun: str = ""
+    measured: str = ""
 
     @property
     def differing(self) -> tuple[tuple[str, ContestantResult], ...]:
@@ -379,6 +385,8 @@ class BenchReport:
         """Plain JSON values: all that was measured, and what follows from it."""
         return {
             "complete": self.complete,
+            "specrun": self.specrun,
+            "measured": self.measured,
             "machine": {
                 **encode(self.machine),
                 "read_bandwidth": self.read_bandwidth,

@@ -31,15 +31,14 @@ def _heading(report: BenchReport) -> str:
     width = folder.exact_width
     mode = "not exact" if width is None else f"exact in blocks of {width}"
     lines = [
-        f"{machine.cpu}, {_count(machine.threads, 'thread')}, {machine.device},"
+        f"{machine.cpu}, {count(machine.threads, 'thread')}, {machine.device},"
         f" onnxruntime {machine.onnxruntime}",
         f"{folder.target} ({folder.architecture}), {folder.precision}, {mode}",
-        f"{options.max_new_tokens} new tokens, greedy; medians of"
-        f" {_count(options.rounds, 'round')}",
+        f"{options.max_new_tokens} new tokens, greedy; medians of {count(options.rounds, 'round')}",
     ]
     if prefill := report.prefill:
-        speed = _speed(prefill.tokens_per_second)
-        lines.append(f"prefill of {_count(prefill.tokens, 'token')}: {speed} tok/s")
+        rate = speed(prefill.tokens_per_second)
+        lines.append(f"prefill of {count(prefill.tokens, 'token')}: {rate} tok/s")
     if report.read_bandwidth:
         lines.append(f"memory read at {report.read_bandwidth / 1e9:.1f} GB/s")
     return "\n".join(lines)
@@ -51,11 +50,11 @@ def _steps(report: BenchReport) -> str:
         return ""
     one = steps.median(1)
     rows = [
-        (str(count), f"{steps.median(count) * 1e3:.2f}", f"{steps.median(count) / one:.2f}")
-        for count in steps.seconds
+        (str(width), f"{steps.median(width) * 1e3:.2f}", f"{steps.median(width) / one:.2f}")
+        for width in steps.seconds
     ]
-    lines = [f"target step behind {_count(steps.context_length, 'token')}"]
-    lines += _columned([("rows", "ms", "x one row"), *rows])
+    lines = [f"target step behind {count(steps.context_length, 'token')}"]
+    lines += columned([("rows", "ms", "x one row"), *rows])
     floor, share = report.step_floor, report.share_of_ceiling
     if floor is not None and share is not None and steps.weight_bytes is not None:
         lines.append(
@@ -66,12 +65,13 @@ def _steps(report: BenchReport) -> str:
 
 
 def _workload(work: WorkloadResult, widest: int) -> str:
-    rows = [_result(work, item) for item in work.results]
-    lines = _columned([COLUMNS, *rows], least=(widest, *NUMBERS))
-    return "\n".join([f"{work.name}, prompt of {_count(work.prompt_tokens, 'token')}", *lines])
+    rows = [cells(work, item) for item in work.results]
+    lines = columned([COLUMNS, *rows], least=(widest, *NUMBERS))
+    return "\n".join([f"{work.name}, prompt of {count(work.prompt_tokens, 'token')}", *lines])
 
 
-def _result(work: WorkloadResult, item: ContestantResult) -> tuple[str, ...]:
+def cells(work: WorkloadResult, item: ContestantResult) -> tuple[str, ...]:
+    """A row of the table, by COLUMNS."""
     found, ratio = item.medians, work.ratio(item)
     plain = item.contestant.method == "plain"
     verdict = NOTHING if plain and not item.differs else same(item)
@@ -79,8 +79,8 @@ def _result(work: WorkloadResult, item: ContestantResult) -> tuple[str, ...]:
         return (item.contestant.label, *[NOTHING] * 6, verdict)
     return (
         item.contestant.label,
-        _speed(found.tokens_per_second),
-        _speed(found.decode_tokens_per_second),
+        speed(found.tokens_per_second),
+        speed(found.decode_tokens_per_second),
         f"{found.first_token_seconds * 1e3:.0f}",
         NOTHING if plain else f"{found.acceptance:.0%}",
         f"{found.tokens_per_target_step:.2f}",
@@ -104,14 +104,14 @@ def _drafts(report: BenchReport) -> str:
         for cost in report.drafts
     ]
     heads = ("", "draft ms", "x one-row step", "verify ms", "draft's share")
-    return "\n".join(["rounds that drafted", *_columned([heads, *rows])])
+    return "\n".join(["rounds that drafted", *columned([heads, *rows])])
 
 
 def _overall(report: BenchReport) -> str:
     if len(report.workloads) < 2 or not report.overall:
         return ""
     rows = [(label, f"{ratio:.2f}") for label, ratio in report.overall.items()]
-    return "\n".join(["all workloads, geometric mean", *_columned([("", "x plain"), *rows])])
+    return "\n".join(["all workloads, geometric mean", *columned([("", "x plain"), *rows])])
 
 
 def _notes(report: BenchReport) -> str:
@@ -121,15 +121,17 @@ def _notes(report: BenchReport) -> str:
     return "\n".join(f"note: {with_flags(note)}" for note in notes)
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """A number of things."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _speed(value: float) -> str:
+def speed(value: float) -> str:
+    """Tokens per second."""
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def _columned(rows: Sequence[Sequence[str]], least: Sequence[int] | None = None) -> list[str]:
+def columned(rows: Sequence[Sequence[str]], least: Sequence[int] | None = None) -> list[str]:
     """Columns as wide as they must be, or ``least``: labels to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if least is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -17,7 +18,9 @@ from specrun import __version__
 from specrun.cli_answer import AnswerWriter
 from specrun.cli_bench import bench
 from specrun.cli_chat import chat
+from specrun.cli_compare import compare
 from specrun.cli_errors import reports_errors
+from specrun.cli_folder import located
 from specrun.cli_options import (
     ENGINE,
     engine_options,
@@ -26,6 +29,7 @@ from specrun.cli_options import (
     opening_options,
 )
 from specrun.cli_stats import options_line, stats_table, table
+from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
 from specrun.options import Integrity
@@ -85,6 +89,7 @@ def main() -> None:
 @generation_options
 @engine_options
 @click.option("--stats", is_flag=True, help="Write statistics to stderr at the end.")
+@trace_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object to stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No warnings on stderr.")
 @reports_errors
@@ -93,25 +98,34 @@ def run(
     prompt: str | None,
     prompt_file: str | None,
     stats: bool,
+    trace: Path | None,
     as_json: bool,
     quiet: bool,
     **given: Any,
 ) -> None:
-    """Generate text from the engines in FOLDER.
+    """Generate text from the engines in FOLDER, a path or hf://ORG/NAME on the model hub.
 
     Where the model marks its thoughts they go to stderr, and the answer to stdout.
 
     \b
     Examples:
       specrun engines/ --prompt "Write a joke about RAM" --stats
+      specrun hf://org/engines --prompt "Write a joke about RAM"
       specrun engines/ --prompt "Once upon a time" --raw --method plain
       echo "Hello" | specrun engines/ --prompt-file - -n 64 --stop "."
       specrun engines/ --prompt "List the planets" --json
+      specrun engines/ --prompt "List the planets" --trace trace.html
     """
-    if given["logprobs"] is not None and not as_json:
-        raise UsageError("--logprobs: are shown with --json only", hint="give --json too")
+    if given["logprobs"] is not None and not as_json and trace is None:
+        raise UsageError(
+            "--logprobs: are shown with --json and --trace only", hint="give one of them too"
+        )
+    tracing = None if trace is None else Tracing(trace)
+    if tracing is not None and given["logprobs"] is None:
+        given["logprobs"] = ALTERNATIVES
     opening, options = opening_options(given), generate_options(given)
     text = _prompt(prompt, prompt_file)
+    folder = located(folder, quiet=quiet)
     import specrun
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -120,23 +134,26 @@ def run(
 
     with specrun.load(folder, options=opening) as engine:
         warn = _silent if quiet else _warn
-        stream = engine.stream(text, options=options, on_warning=warn)
+        on_round = None if tracing is None else tracing.recorder
+        stream = engine.stream(text, options=options, on_round=on_round, on_warning=warn)
         reader = _reader(engine, text, options)
-        if as_json or reader is None:
-            interrupted = _show(stream, as_json=as_json)
-        else:
-            interrupted = _show_parts(stream, reader(), quiet=quiet)
-        result = stream.partial
-        if result.finish_reason == "timeout":
-            warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
-        auto = result.options.num_assistant_tokens_schedule == "auto"
-        not_tuned = engine.not_tuned if auto else None
-        if as_json:
-            inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
-            given = {**inputs, **dataclasses.asdict(engine.options)}
-            click.echo(_json_result(result, given, None if reader is None else reader()))
-        elif reader is None:
-            click.echo()
+        with tracing.of(engine, stream, text, warn) if tracing else contextlib.nullcontext():
+            if as_json or reader is None:
+                interrupted = _show(stream, as_json=as_json)
+            else:
+                interrupted = _show_parts(stream, reader(), quiet=quiet)
+            result = stream.partial
+            if result.finish_reason == "timeout":
+                warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
+            auto = result.options.num_assistant_tokens_schedule == "auto"
+            not_tuned = engine.not_tuned if auto else None
+            if as_json:
+                inputs = {"folder": str(folder), "prompt": text, "stats": stats, "quiet": quiet}
+                inputs["trace"] = None if trace is None else str(trace)
+                given = {**inputs, **dataclasses.asdict(engine.options)}
+                click.echo(_json_result(result, given, None if reader is None else reader()))
+            elif reader is None:
+                click.echo()
     if stats:
         click.echo(stats_table(result.stats), err=True)
         click.echo(options_line(result.options), err=True)
@@ -169,7 +186,7 @@ def inspect(folder: Path, as_json: bool, integrity: Integrity) -> None:
     from specrun.manifest import dumps, read
     from specrun.manifest_lines import lines
 
-    manifest = read(folder, integrity=integrity)
+    manifest = read(located(folder), integrity=integrity)
     click.echo(dumps(manifest) if as_json else table(lines(manifest)), nl=not as_json)
 
 
@@ -288,6 +305,7 @@ def _json_result(result: Result, options: dict[str, Any], reader: ResponseReader
 main.add_command(tune)
 main.add_command(bench)
 main.add_command(chat)
+main.add_command(compare)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from specrun.bench_table import same, table
 from specrun.bench_workloads import WORKLOADS
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import INTERRUPTED, reports_errors
+from specrun.cli_folder import located
 from specrun.errors import SpecrunError
 from specrun.options import SCHEDULES, EngineOptions
+from specrun.pages import files
 
 if TYPE_CHECKING:
     from specrun.bench_report import BenchReport
@@ -98,6 +100,12 @@ DASHED = {"token_normalize_func": lambda name: name.replace("_", "-")}
     is_flag=True,
     help="Tokens other than plain's, or a drafter that fails, are an error (exit 1).",
 )
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a page (.html) of acceptance and speed by drafts and method, too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write all that was measured as a JSON line.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @reports_errors
@@ -112,6 +120,7 @@ def bench(
     cuda_graph: bool,
     exact: bool,
     exact_width: int,
+    plot: Path | None,
     as_json: bool,
     quiet: bool,
     **given: Any,
@@ -127,7 +136,10 @@ def bench(
       specrun bench engines/
       specrun bench engines/ --workload chat --workload code --method prompt-lookup -k 8
       specrun bench engines/ --prompt-file question.txt -n 256 --rounds 3 --json > bench.json
+      specrun bench engines/ -k 1 -k 2 -k 4 -k 8 --plot bench.html
     """
+    if plot is not None:
+        files.check("--plot", plot)
     engine_options = EngineOptions(
         threads=threads,
         max_context=max_context,
@@ -143,10 +155,11 @@ def bench(
     from specrun import manifest
     from specrun.resolve import engines_only
 
+    folder = located(folder, quiet=quiet)
     engine_options = engines_only(engine_options, manifest.read(folder, drafters_may_miss=True))
     try:
         with specrun.load(folder, options=engine_options) as engine:
-            report = _measure(engine, options, as_json=as_json, quiet=quiet)
+            report = _measure(engine, options, plot=plot, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         raise SystemExit(INTERRUPTED) from None
@@ -154,7 +167,9 @@ def bench(
         _check_same(report)
 
 
-def _measure(engine: Engine, options: BenchOptions, *, as_json: bool, quiet: bool) -> BenchReport:
+def _measure(
+    engine: Engine, options: BenchOptions, *, plot: Path | None, as_json: bool, quiet: bool
+) -> BenchReport:
     """Measure and show, what was measured before an interruption or an error too."""
     from specrun.bench import Benchmark
 
@@ -167,6 +182,8 @@ def _measure(engine: Engine, options: BenchOptions, *, as_json: bool, quiet: boo
         report = benchmark.report()
         if report.prefill is not None:
             _show(report, as_json)
+            if plot is not None:
+                _plot(report, plot)
     return report
 
 
@@ -175,6 +192,12 @@ def _show(report: BenchReport, as_json: bool) -> None:
         click.echo(json.dumps(report.as_dict(), ensure_ascii=False, allow_nan=False))
     else:
         click.echo(table(report))
+
+
+def _plot(report: BenchReport, path: Path) -> None:
+    from specrun import bench_page
+
+    files.write(path, bench_page.page(report))
 
 
 def _check_same(report: BenchReport) -> None:

@@ -15,6 +15,7 @@ import click
 
 from specrun.cli_answer import AnswerWriter
 from specrun.cli_errors import reports_errors
+from specrun.cli_folder import located
 from specrun.cli_options import (
     engine_options,
     generate_options,
@@ -54,7 +55,7 @@ COMMANDS = {
 @click.option("-q", "--quiet", is_flag=True, help="No thoughts and no warnings on stderr.")
 @reports_errors
 def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
-    """Talk with the model in FOLDER; every turn reads only what is new.
+    """Talk with the model in FOLDER, a path or hf://ORG/NAME; every turn reads only what is new.
 
     A line that ends with a backslash goes on in the next one. Ctrl-C stops an answer, Ctrl-D
     leaves. Thoughts, where the model marks them, go to stderr. /help shows the commands.
@@ -68,6 +69,7 @@ def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
     if given["logprobs"] is not None:
         raise UsageError("--logprobs: a chat does not show them", hint="use specrun run --json")
     opening, options = opening_options(given), generate_options(given)
+    folder = located(folder, quiet=quiet)
     import specrun
 
     for stream in (sys.stdout, sys.stderr):

@@ -52,7 +52,9 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Text that must not come as its own tokens; repeatable.",
     )
     logprobs = click.option(
-        "--logprobs", type=int, help="With --json: log-probabilities, and so many alternatives."
+        "--logprobs",
+        type=int,
+        help="With --json or --trace: log-probabilities, and so many alternatives.",
     )
     switch = click.option(
         "--sample/--greedy",

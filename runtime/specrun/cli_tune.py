@@ -10,6 +10,7 @@ import click
 
 from specrun.cli_device import device_options
 from specrun.cli_errors import reports_errors
+from specrun.cli_folder import located
 from specrun.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def tune(
         if step:
             click.echo(f"{done + 1}/{total} {step}", err=True)
 
+    folder = located(folder, quiet=quiet)
     entry, path = run(folder, options=options, out=out, on_progress=None if quiet else show)
     if not quiet:
         click.echo(f"wrote {path}", err=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
 
-from specrun import manifest
+from specrun import hub, manifest
 from specrun.batch import in_turn
 from specrun.cancel import CancelToken
 from specrun.conversation import Chat
@@ -39,11 +39,13 @@ from specrun.text import Tokenizer
 def load(folder: str | Path, *, options: EngineOptions | None = None, **changes: Any) -> Engine:
     """Open an engine folder. ``changes`` are fields of :class:`EngineOptions` by name.
 
-    Raises UsageError, FolderError before any engine is opened, or EngineError.
+    ``folder``: a path, or ``hf://ORG/NAME[@REVISION][/SUBFOLDER]`` on the model hub, from where it
+    is fetched into the hub's cache; see :mod:`specrun.hub`. Raises UsageError, FolderError before
+    any engine is opened, or EngineError.
     """
     if not isinstance(folder, (str, Path)):
         raise UsageError(f"folder: must be a path, got {folder!r}", hint="give a string or a Path")
-    return Engine(Path(folder), build(EngineOptions, changes, options))
+    return Engine(hub.located(folder), build(EngineOptions, changes, options))
 
 
 class Engine(Closing):

@@ -26,7 +26,8 @@ from specrun.target import Rows, Verifier
 class Round:
     """What one round did, for whoever watches. ``emitted`` is what a cut left of
     ``proposal[:accepted]`` and ``token``; the target's KV holds ``committed_length - 1`` rows.
-    ``sequence``: of a batch, which one."""
+    ``sequence``: of a batch, which one. ``draft_seconds``: drafting, and telling the drafter what
+    came of it; ``verify_seconds``: the target's run."""
 
     index: int
     num_draft: int
@@ -36,6 +37,8 @@ class Round:
     emitted: tuple[int, ...]
     committed_length: int
     sequence: int = 0
+    draft_seconds: float = field(default=0.0, compare=False)
+    verify_seconds: float = field(default=0.0, compare=False)
 
 
 OnRound = Callable[[Round], None]
@@ -184,12 +187,21 @@ def speculate(
         drafter.truncate(stood)
         drafter.observe(list(emitted), rows.hidden[0, : len(emitted)])
         meter.switch("other")
+        spent = meter.since(before)
         if wanted > 0 or num_draft == 0:
-            schedule.update(Outcome(wanted, len(drafts), accepted, most, *meter.since(before)))
+            schedule.update(Outcome(wanted, len(drafts), accepted, most, *spent))
         if on_round is not None:
             on_round(
                 Round(
-                    index, num_draft, tuple(drafts), accepted, token, tuple(emitted), len(committed)
+                    index,
+                    num_draft,
+                    tuple(drafts),
+                    accepted,
+                    token,
+                    tuple(emitted),
+                    len(committed),
+                    draft_seconds=spent[0],
+                    verify_seconds=spent[1],
                 )
             )
         index += 1

@@ -16,6 +16,7 @@ from typing import Any
 MAX_ITEMS = 1_000_000  # values in one JSON text; each takes up to 100 bytes in memory
 MAX_NUMBER = 64  # characters of a number
 INT64 = range(-(1 << 63), 1 << 63)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half of a surrogate pair
 
 
@@ -51,11 +52,34 @@ def read_text(path: Path, limit: int, *, inside: Path | None = None) -> str:
 
 
 def leads_inside(path: Path, folder: Path) -> bool:
-    """Whether ``path``, with all links followed, lies in ``folder``."""
+    """Whether ``path``, with all links followed, lies in ``folder``.
+
+    A snapshot in the cache of the model hub is made of links to where the cache keeps the contents;
+    those places belong to it.
+    """
     try:
-        return path.resolve().is_relative_to(folder.resolve())
+        real, root = path.resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError):  # a name that is none, links in a circle
         return False
+    return any(real.is_relative_to(place) for place in (root, *_contents(root)))
+
+
+def _contents(folder: Path) -> tuple[Path, ...]:
+    """Where files of a snapshot may be, or of a folder in one; none for any other folder.
+
+    ``CACHE/models--ORG--NAME/snapshots/COMMIT/file`` is a link to ``blobs/NAME`` beside the
+    snapshots, and that may be one to ``CACHE/blobs``, which all models of a cache share.
+    """
+    for commit in (folder, *folder.parents):
+        snapshots = commit.parent
+        model = snapshots.parent
+        if (
+            _COMMIT.fullmatch(commit.name)
+            and snapshots.name == "snapshots"
+            and model.name.startswith("models--")
+        ):
+            return model / "blobs", model.parent / "blobs"
+    return ()
 
 
 def parse_json(text: str | bytes, *, max_items: int = MAX_ITEMS) -> Any:

@@ -126,6 +126,15 @@ class Counts(NamedTuple):
     discarded: int
     emitted: int
 
+    @classmethod
+    def of(cls, num_draft: int, proposed: int, accepted: int, kept: int) -> Counts:
+        """Of a round that asked for ``num_draft`` drafts, got ``proposed``, of which ``accepted``
+        equal the target's, and ``kept`` tokens of its block stand (``accepted + 1`` without a
+        cut)."""
+        if kept <= accepted:
+            return cls(num_draft, kept - 1, kept - 1, proposed - kept + 1, kept)
+        return cls(num_draft, proposed, accepted, 0, kept)
+
 
 @dataclass
 class Meter:
@@ -176,13 +185,8 @@ class Meter:
         self.first = 1
 
     def count_round(self, num_draft: int, proposed: int, accepted: int, kept: int) -> None:
-        """A round asked for ``num_draft`` drafts, got ``proposed``, of which ``accepted`` equal
-        the target's, and ``kept`` tokens of its block stand (``accepted + 1`` without a cut)."""
-        if kept <= accepted:
-            drafted = accepted = kept - 1
-        else:
-            drafted = proposed
-        self.rounds.append(Counts(num_draft, drafted, accepted, proposed - drafted, kept))
+        """A round is over; see :meth:`Counts.of`."""
+        self.rounds.append(Counts.of(num_draft, proposed, accepted, kept))
 
     def count_margins(self, margins: NDArray[np.float32]) -> None:
         """By how much each emitted token led the second most probable one, float32 ``[n]``."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from specrun import writing
 from specrun.costs import StepCosts, interpolate
 from specrun.decode import DecodeError, decode, encode
 from specrun.errors import FolderError
@@ -165,11 +164,9 @@ def check_writable(path: Path) -> None:
     if path.exists():
         read(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        writing.check_writable(path)
     except OSError as error:
         raise _not_writable(path, error) from error
-    os.close(handle)
-    Path(name).unlink()
 
 
 def _not_writable(path: Path, error: OSError) -> FolderError:
@@ -189,26 +186,9 @@ def write(path: Path, entry: Entry) -> None:
     tuning = before.with_entry(entry)
     text = json.dumps(encode(tuning), indent=1, allow_nan=False) + "\n"
     try:
-        _replace(path, text)
+        writing.replace(path, text)
     except OSError as error:
         raise _not_writable(path, error) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(name).chmod(0o666 & ~mask)
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
 
 
 def _difference(machine: Machine, entries: tuple[Entry, ...]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specexport import folder
+from specexport.card import CARD
 from specexport.datafile import DATA_FILE
 from specexport.errors import ExportError
 from specexport.parts.base import ACTIVATIONS
@@ -115,7 +116,7 @@ def build_folder(out: Path, asked: Asked, progress: Progress | None = None) -> M
             f"{out}: its graphs are written for ONNX Runtime",
             hint=f"export them with specexport SOURCE --backend {BACKENDS[asked.flavour]}",
         )
-    with folder.atomic(out) as partial:
+    with folder.atomic(out, card_goes_along=True) as partial:
         _link_all(made, out, partial)
         made = add_plans(partial, made, asked, report)
         text = manifests.dumps(made)
@@ -205,7 +206,7 @@ def _link_all(made: Manifest, source: Path, out: Path) -> None:
 
     Of plans only those that are there: the others are built.
     """
-    for name in (manifests.MANIFEST, TUNING, *made.sizes):
+    for name in (manifests.MANIFEST, TUNING, CARD, *made.sizes):
         path, place = source / name, out / name
         if not path.is_file():
             continue
