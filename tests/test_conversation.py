@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_vocabulary
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from toys import Toy, scripted
 from transformers.utils.chat_parsing import parse_response
 
@@ -20,6 +22,7 @@ from specrun import Chat, ContextFull, Reply, UsageError, tool_calls
 from specrun.common_text import common_text
 from specrun.drafters.base import resume
 from specrun.drafters.guard import GuardedDrafter
+from specrun.lane import Lane
 from specrun.loop import Round
 from specrun.response_format import Region, ResponseFormat
 from specrun.text import Tokenizer
@@ -523,3 +526,32 @@ def test_the_script_that_shows_what_turns_cost(
     tokens, read = ([int(row.split()[column]) for row in rows] for column in (1, 2))
     assert read[0] == tokens[0]
     assert tokens[2] - tokens[1] >= read[2] - 1 > 0
+
+
+@pytest.mark.parametrize("name", ["mtp", "glm4-moe"])
+@pytest.mark.parametrize("back", [0, 1, 2, 5])
+def test_rows_that_layers_keep(small_folder: Callable[[str], Path], name: str, back: int) -> None:
+    """Those of a cold run over the same tokens, whatever stood behind them before."""
+    options: dict[str, Any] = {"method": "mtp", "num_assistant_tokens": 2, "max_new_tokens": 9}
+    with specrun.load(small_folder(name) / small_vocabulary.ENGINES, threads=1) as engine:
+        session = engine.session()
+        session.append([1, 2, 3, 4])
+        session.generate(**options)
+        session.rewind(len(session.tokens) - back)
+        session.append([7, 6, 5])
+        text = session.tokens
+        session.generate(**options | {"max_new_tokens": 6})
+        engine.generate(text, **options | {"max_new_tokens": 6})
+        rows = [_layer_rows(lane) for lane in (session._open()[0], engine._open_lane())]
+        assert len(rows[0]) == 2 * {"mtp": 1, "glm4-moe": 2}[name]
+        for warm, cold in zip(*rows, strict=True):
+            length = min(warm.shape[2], cold.shape[2])
+            assert length > len(text)
+            np.testing.assert_allclose(warm[:, :, :length], cold[:, :, :length], atol=1e-5)
+
+
+def _layer_rows(lane: Lane) -> list[NDArray[Any]]:
+    """Keys and values of every MTP layer, ``[1, heads, rows, head size]``."""
+    drafter: Any = lane._drafters["mtp"]
+    layers = [layer.kv for layer in drafter._layers]
+    return [kv.read_rows(name, 0, kv.length) for kv in layers for name in kv.buffers]
