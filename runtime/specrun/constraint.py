@@ -15,7 +15,7 @@ behind an end id or a token that is forbidden is never kept, and nothing is said
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ class Constraint:
     """Follows one text. Not for several threads.
 
     ``name``: of the option with the grammar. ``matcher``: llguidance's ``LLMatcher`` at its start.
-    ``texts``: bytes of every token, none where it never stands in a text. ``not_first``: tokens
-    that the decoder would show otherwise at the beginning. ``vocab_size``: of the logits; tokens
+    ``texts``: bytes of every token, none where it never stands in a text; ``spell``: tokens for
+    bytes. ``not_first``: tokens that the decoder would show otherwise at the beginning. ``vocab_size``: of the logits; tokens
     that have a logit and no entry in ``texts`` are forbidden.
     """
 
@@ -43,6 +43,7 @@ class Constraint:
         name: str,
         matcher: Any,
         texts: Sequence[bytes],
+        spell: Callable[[bytes], list[int]],
         *,
         prompt_length: int,
         end_ids: Sequence[int],
@@ -51,6 +52,8 @@ class Constraint:
     ) -> None:
         self._name = name
         self._matcher = matcher
+        self._texts = texts
+        self._spell = spell
         self._size = len(texts)
         self._prompt_length = prompt_length
         self._vocab_size = vocab_size
@@ -96,16 +99,20 @@ class Constraint:
         return len(drafts)
 
     def forced(self, committed: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that alone can follow ``committed``, one behind the other."""
+        """Up to ``most`` tokens for the text that must follow ``committed``, or its only end.
+
+        The text is certain; other tokens may spell the end of it, together with what comes then.
+        """
         text = np.array(committed[self._prompt_length :], dtype=np.int64)
         if not self._reach(text):
             return []
-        found: list[int] = list(self._matcher.compute_ff_tokens()[:most])
+        found: list[int] = list(self._matcher.compute_ff_tokens())
+        certain = b"".join(self._texts[token] for token in found)
+        found += self._spell(self._matcher.compute_ff_bytes()[len(certain) :])
         self._check()
-        if len(found) < most and self._reach(np.array([*text, *found], dtype=np.int64)):
-            (left,) = np.nonzero(self._mask())
-            found += left.tolist() if left.size == 1 else []
-        return found
+        if not found and self._reach(text) and np.count_nonzero(self._mask()) == 1:
+            found = [int(self._mask().argmax())]
+        return found[:most]
 
     def _reach(self, text: NDArray[np.int64]) -> bool:
         """Stand behind ``text``. False where that cannot be: it goes on behind an end, or holds

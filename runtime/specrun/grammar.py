@@ -66,6 +66,10 @@ class Vocabulary:
         wrapped = _Wrapped(self._surfaces, self.texts, self._end)
         self.tokenizer: Any = llguidance.LLTokenizer(wrapped)  # type: ignore[arg-type]
 
+    def spell(self, text: bytes) -> list[int]:
+        """Tokens for ``text``, whole characters, inside a text; none where no tokens spell it."""
+        return spelled(self._surfaces, text)
+
     @cached_property
     def trimmed(self) -> tuple[int, ...]:
         """Tokens whose blank a decoder drops at the beginning of a text."""
@@ -107,6 +111,7 @@ class Grammar:
             self.name,
             self._matcher.deep_copy(),
             self.vocabulary.texts,
+            self.vocabulary.spell,
             prompt_length=prompt_length,
             end_ids=end_ids,
             vocab_size=vocab_size,
