@@ -1,0 +1,161 @@
+"""Structured output on engines: every method gives what plain constrained decoding gives.
+
+Vocabulary of eight letters, whose texts are so few that the grammar can be written out: what may
+follow a text is asked of all texts that match, not of the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("torch")
+
+import small_vocabulary
+from exact_law import Sampling, Tally, exact_law, fit
+from small_vocabulary import FOLDERS, LETTERS, METHODS, PROMPT
+
+import specrun
+from specexport.sources import resolve
+from specrun.drafters.base import Proposal
+
+OpenSmall = Callable[..., specrun.Engine]
+
+# The end id is the h, which the text ends with.
+PATTERN = "[a-d]([e-g][a-f])?[a-g]?h"
+LENGTH, END = 5, 7
+RUNS = 300
+LEAST_P = 1e-4
+# What a text that matches may begin with, written out.
+WORD = "[a-g]{3}(bad|deaf)"
+BEGINNINGS = {
+    PATTERN: "[a-d]([e-g]|([e-g][a-f])?[a-g]?h?)",
+    f"({WORD})+h": f"({WORD})*([a-g]{{0,3}}|[a-g]{{3}}(ba?|d|dea?))?|({WORD})+h?",
+    "[ab]*c?[d-g]{2,30}h": "[ab]*c?[d-g]{0,30}|[ab]*c?[d-g]{2,30}h",
+}
+CASES = [(method, k) for method in METHODS for k in ((0,) if method == "plain" else (1, 2, 4))]
+
+
+@functools.cache
+def matching() -> frozenset[tuple[int, ...]]:
+    """All texts of the pattern."""
+    texts = (t for n in range(1, LENGTH + 1) for t in itertools.product(range(8), repeat=n))
+    return frozenset(t for t in texts if re.fullmatch(PATTERN, "".join(LETTERS[i] for i in t)))
+
+
+@functools.cache
+def allowed(text: tuple[int, ...]) -> NDArray[np.bool_]:
+    """What may follow, as the texts of the pattern say; after the end, or no text, anything."""
+    follows = {match[len(text)] for match in matching() if match[: len(text)] == text != match}
+    return np.array([token in follows or not follows for token in range(8)])
+
+
+@functools.cache
+def law(checkpoint: Path, sampling: Sampling) -> Any:
+    """The law of plain constrained sampling, from transformers and the texts of the pattern."""
+    model = resolve(checkpoint).load_reference()
+    return exact_law(model, PROMPT, LENGTH, sampling, allowed)
+
+
+def generate(engine: specrun.Engine, method: str, k: int, **options: Any) -> specrun.Result:
+    given = {"eos_token_ids": (END,), "max_new_tokens": 40, "strict": True, **options}
+    if method != "plain":
+        given["num_assistant_tokens"] = k
+    return engine.generate(PROMPT, method=method, **given)
+
+
+@pytest.mark.parametrize(("method", "k"), CASES)
+def test_greedy_is_plain_constrained_decoding(open_small: OpenSmall, method: str, k: int) -> None:
+    engine = open_small(METHODS[method])
+    for pattern in BEGINNINGS:
+        plain = step_by_step(engine, pattern, 20)
+        result = generate(engine, method, k, regex=pattern, max_new_tokens=20)
+        assert result.tokens == plain
+        assert (result.finish_reason == "eos") == (re.fullmatch(pattern, result.text) is not None)
+
+
+def step_by_step(engine: specrun.Engine, pattern: str, most: int) -> list[int]:
+    """The obviously correct twin: of every run without a grammar, the most probable token with
+    which the text may begin."""
+    found: list[int] = []
+    while len(found) < most and END not in found:
+        (row,) = (
+            engine.generate(
+                [*PROMPT, *found], method="plain", max_new_tokens=1, logprobs=8, eos_token_ids=()
+            ).logprobs
+            or ()
+        )
+        found.append(next(token for token, _ in row.top if begins(pattern, [*found, token])))
+    return found
+
+
+def begins(pattern: str, text: Sequence[int]) -> bool:
+    """Whether a text that matches begins so."""
+    return re.fullmatch(BEGINNINGS[pattern], "".join(LETTERS[i] for i in text)) is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_law_is_that_of_plain_constrained_sampling(
+    open_small: OpenSmall, small_folder: Callable[[str], Path], method: str
+) -> None:
+    name, sampling = METHODS[method], Sampling(temperature=0.9, top_p=0.97, end=END)
+    engine = open_small(name)
+    tally = Tally(small_vocabulary.SIZE, LENGTH, END)
+    drafted = accepted = 0
+    for seed in range(RUNS):
+        options = sampling.options() | {"max_new_tokens": LENGTH, "seed": seed}
+        result = generate(engine, method, 3, regex=PATTERN, **options)
+        tally.add(result.tokens)
+        drafted += result.stats.drafted
+        accepted += result.stats.accepted
+    found = fit(tally.counts, law(small_folder(name) / FOLDERS[name].target, sampling))
+    assert found.good and found.p_value > LEAST_P, f"not the law: {found}"
+    assert method == "plain" or 0.03 < accepted / drafted < 0.97
+
+
+class Wrong:
+    """Drafts the same tokens always, drawn or certain."""
+
+    max_drafts = None
+    needs_prompt_rows = False
+
+    def __init__(self, tokens: Sequence[int], *, drawn: bool) -> None:
+        self.tokens, self.drawn = list(tokens), drawn
+
+    def begin(self, tokens: Sequence[int]) -> None: ...
+
+    def observe(self, tokens: Sequence[int], hidden: Any) -> None: ...
+
+    def truncate(self, length: int) -> None: ...
+
+    def propose(self, count: int, sampler: Any) -> Proposal:
+        uniform = specrun.sampling.Distribution.normalised(np.ones(8))
+        tokens = self.tokens[:count]
+        return Proposal(tokens, [uniform] * len(tokens) if self.drawn else None)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+def test_where_a_proposal_is_cut(open_small: OpenSmall, drawn: bool, options: Any) -> None:
+    """Certain drafts before the first that is forbidden, drawn ones behind it."""
+    proposals: list[tuple[int, ...]] = []
+    result = open_small("llama").generate(
+        PROMPT,
+        drafter=Wrong([0, 1, 7, 2], drawn=drawn),
+        regex="[ab]{6}h",
+        eos_token_ids=(END,),
+        num_assistant_tokens=4,
+        on_round=lambda done: proposals.append(done.proposal),
+        **options,
+    )
+    assert re.fullmatch("[ab]{6}h", result.text)
+    assert set(proposals[:1]) <= {(0, 1, 7) if drawn else (0, 1)}
+    assert all(len(p) <= (3 if drawn else 2) or p == (7,) for p in proposals)
