@@ -34,8 +34,8 @@ class Constraint:
 
     ``name``: of the option with the grammar. ``matcher``: llguidance's ``LLMatcher`` at its start.
     ``texts``: bytes of every token, none where it never stands in a text; ``spell``: tokens for
-    bytes. ``not_first``: tokens that the decoder would show otherwise at the beginning. ``vocab_size``: of the logits; tokens
-    that have a logit and no entry in ``texts`` are forbidden.
+    bytes. ``not_first``: tokens that the decoder would show otherwise at the beginning.
+    ``vocab_size``: of the logits; tokens that have a logit and no entry in ``texts`` are forbidden.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class Constraint:
         self._ends = frozenset(known)
         self._plain_ends = [id_ for id_ in known if id_ >= self._size or not texts[id_]]
         self._written_ends = [id_ for id_ in known if id_ not in self._plain_ends]
+        none = [id_ for id_, text in enumerate(texts[:vocab_size]) if not text]
+        self._no_text = np.array(none, dtype=np.int64)
         self._not_first = np.array([i for i in not_first if i < vocab_size], dtype=np.int64)
         self._reached: NDArray[np.int64] = np.empty(256, dtype=np.int64)
         self._length = 0  # of what is reached
@@ -158,15 +160,15 @@ class Constraint:
     def _computed(self) -> Mask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        told = np.unpackbits(bits, count=self._size + 1, bitorder="little").astype(np.bool_)
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
         both = min(self._size, self._vocab_size)
-        mask[:both] = told[:both]
+        mask[:both] = np.unpackbits(bits, count=both, bitorder="little")
+        mask[self._no_text] = False  # rules can ask for special tokens, which are no text
         if self._length == 0:
             mask[self._not_first] = False
         for token in self._written_ends:
             mask[token] = mask[token] and self._completes(token)
-        mask[self._plain_ends] = told[self._size]
+        mask[self._plain_ends] = self._matcher.is_accepting()
         if not mask.any():
             raise UsageError(
                 f"{self._name}: no token can follow after {self._length} of the text",

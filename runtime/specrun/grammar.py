@@ -26,9 +26,9 @@ from specrun.reading import shown
 from specrun.text import Tokenizer
 
 PACKAGE = "llguidance"
-# Of one step: states take 1 to 2 kB each, the others bound time (a step takes up to some 0.1 s).
+# What fuel buys takes up to some 0.2 s, and a state of the lexer up to 2 kB.
 LIMITS = {
-    "initial_lexer_fuel": 200_000,
+    "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 200_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
@@ -57,8 +57,9 @@ class Vocabulary:
         import llguidance
 
         self._surfaces = Surfaces(tokenizer)
-        surfaces = self._surfaces.of_all()
-        self.texts = tuple(surface or b"" for surface in surfaces)
+        # The library marks special tokens with the byte 0xFF, which no text has.
+        found = (surface or b"" for surface in self._surfaces.of_all())
+        self.texts = tuple(b"" if text.startswith(b"\xff") else text for text in found)
         self.size = len(self.texts)
         # The library's own end of a text, behind all tokens: which ones end a text here is said
         # with each request.
