@@ -171,7 +171,6 @@ def test_one_grammar_at_a_time() -> None:
                        for i in range(8)]},
             "schema too large",
         ),
-        ("regex", "b(a{200}){200}c", "too many expressions constructed"),
         ("regex", "(?=a)b", "look-ahead and look-behind, is not supported"),
         ("regex", r"(a)\1", "backreferences are not supported"),
         ("regex", "(" * 4000 + ")" * 4000, "regex: "),
@@ -217,9 +216,9 @@ def test_large_grammars_are_walked(options: dict[str, Any]) -> None:
 
 def test_a_grammar_that_grows_too_large_on_the_way() -> None:
     """The library stops before it takes the machine; the error says how far the text came."""
-    constraint = constrain(regex="[bc](a{200}){200}c")
-    with pytest.raises(UsageError, match="regex: the grammar cannot go on after 1 tokens of the"):
-        may_follow(constraint, ids("b"), BYTES.size)
+    constraint = constrain(regex="b(a{200}){200}c")
+    with pytest.raises(UsageError, match=r"regex: the grammar cannot go on after [12] tokens of"):
+        may_follow(constraint, ids("b", "a", "a"), BYTES.size)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -267,7 +266,7 @@ GRAMMARS = [
 def test_it_depends_on_the_prefix_alone(name: str, options: dict[str, Any]) -> None:
     """Forward, back and aside, as drafts come and go: what a new one says in each place."""
     size = TOKENIZERS[name].size
-    ends = {id_ for id_ in TOKENIZERS[name].special_ids}
+    ends = TOKENIZERS[name].special_ids
     rng, moved, texts = random.Random(3), constrain(name, **options), [[]]
     for _ in range(60):
         text = rng.choice(texts)
