@@ -159,3 +159,103 @@ def test_where_a_proposal_is_cut(open_small: OpenSmall, drawn: bool, options: An
     assert re.fullmatch("[ab]{6}h", result.text)
     assert set(proposals[:1]) <= {(0, 1, 7) if drawn else (0, 1)}
     assert all(len(p) <= (3 if drawn else 2) or p == (7,) for p in proposals)
+
+
+def matches(result: specrun.Result, pattern: str) -> bool:
+    return re.fullmatch(pattern, result.text) is not None
+
+
+WORDS = f"({WORD})+h"
+
+
+@pytest.mark.parametrize("method", ["draft", "mtp-drafter", "mtp", "early-exit"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_the_ensemble_keeps_to_it(open_small: OpenSmall, method: str, temperature: float) -> None:
+    """Also where the drafter knows no grammar and its word counts most."""
+    engine = open_small(METHODS[method])
+    for seed in range(15 if temperature else 1):
+        given = {"temperature": temperature, "seed": seed if temperature else None}
+        result = generate(
+            engine, method, 4, regex=PATTERN, ensemble_weight=0.05, max_new_tokens=LENGTH, **given
+        )
+        assert matches(result, PATTERN)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient", "auto"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "seed": 5}])
+def test_schedules_and_batches(open_small: OpenSmall, schedule: str, options: Any) -> None:
+    """Every row has the text that it has alone."""
+    engine = open_small("llama")
+    given = {"regex": WORDS, "num_assistant_tokens_schedule": schedule, **options}
+    given |= {"eos_token_ids": (END,), "max_new_tokens": 24, "method": "draft"}
+    prompts = [PROMPT, PROMPT[:3], [5]]
+    rows = engine.generate(prompts, **given)
+    for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        seeded = {"seed": 5 + index} if options else {}
+        alone = engine.generate(prompt, **{**given, **seeded})
+        # The others go on from what earlier texts taught them, and draw with that.
+        if schedule in ("constant", "heuristic_transient") or not options:
+            assert row.tokens == alone.tokens
+        assert re.fullmatch(BEGINNINGS[WORDS], row.text)
+
+
+def test_sessions_start_anew(open_small: OpenSmall) -> None:
+    """The grammar is that of the new text of each generation."""
+    engine = open_small("llama")
+    session = engine.session()
+    session.append(PROMPT)
+    for pattern in ("[ab]{3}h", "[cd]{2}e?h", "[ab]{3}h"):
+        before = session.tokens
+        result = session.generate(regex=pattern, eos_token_ids=(END,), method="draft")
+        assert matches(result, pattern)
+        cold = engine.generate(before, regex=pattern, eos_token_ids=(END,), method="draft")
+        assert result.tokens == cold.tokens
+    session.rewind(len(PROMPT) + 2)
+    assert matches(session.generate(regex="f{5}h", eos_token_ids=(END,)), "f{5}h")
+
+
+@pytest.mark.parametrize("options", [{"exact": True, "exact_width": 5}, {"verify": "torch"}])
+def test_other_verifiers(open_small: OpenSmall, options: Any) -> None:
+    plain = generate(open_small("gemma4"), "plain", 0, regex=WORDS, max_new_tokens=24)
+    other = generate(open_small("gemma4", **options), "mtp-drafter", 4, regex=WORDS,
+                     max_new_tokens=24)  # fmt: skip
+    assert other.tokens == plain.tokens
+    assert other.stats.accepted > 0
+
+
+def test_where_a_text_ends(open_small: OpenSmall) -> None:
+    """A limit or a stop string cuts it: then it is not complete, and the reason says so."""
+    engine = open_small("llama")
+    whole = generate(engine, "draft", 4, regex="abcdefg{9}h")
+    assert (whole.text, whole.finish_reason) == ("abcdefgggggggggh", "eos")
+    cut = generate(engine, "draft", 4, regex="abcdefg{9}h", max_new_tokens=6)
+    assert (cut.text, cut.finish_reason) == ("abcdef", "length")
+    stopped = generate(engine, "draft", 4, regex="abcdefg{9}h", stop="de")
+    assert (stopped.text, stopped.finish_reason) == ("abc", "stop")
+    assert whole.stats.accepted == whole.stats.drafted > 0
+
+
+def test_logprobs_are_the_targets_own(open_small: OpenSmall) -> None:
+    """Those of the law without a grammar, as with every processor."""
+    engine = open_small("llama")
+    result = generate(engine, "draft", 4, regex="abc{3}h", logprobs=8)
+    free = engine.generate(PROMPT, method="plain", max_new_tokens=1, logprobs=8, eos_token_ids=())
+    assert result.logprobs is not None and free.logprobs is not None
+    assert len(result.logprobs) == len(result.tokens)
+    assert dict(result.logprobs[0].top) == pytest.approx(dict(free.logprobs[0].top), abs=1e-4)
+
+
+def test_options_that_leave_nothing(open_small: OpenSmall) -> None:
+    engine = open_small("llama")
+    with pytest.raises(specrun.UsageError, match="no token is left to choose") as caught:
+        generate(engine, "draft", 4, regex="abch", bad_words_ids=((2,),))
+    assert "json_schema" in str(caught.value.hint)
+    assert generate(engine, "draft", 4, regex="ab[cd]h", bad_words_ids=((2,),)).text == "abdh"
+
+
+def test_a_vocabulary_that_cannot_write_it(open_small: OpenSmall) -> None:
+    engine = open_small("llama")
+    with pytest.raises(specrun.UsageError, match="json_schema: "):
+        generate(engine, "draft", 4, json_schema={"type": "object"})
+    with pytest.raises(specrun.UsageError, match="regex: needs an end id"):
+        generate(engine, "draft", 4, regex="a", eos_token_ids=())

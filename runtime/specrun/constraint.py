@@ -15,6 +15,7 @@ behind an end id or a token that is forbidden is never kept, and nothing is said
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -196,5 +197,5 @@ class Constraint:
 
 def said(reason: str) -> str:
     """The library's reason in one line."""
-    line = " ".join(reason.partition("<state>")[0].split()).rstrip(".;, ")
+    line = " ".join(re.split("<state>|<non-verbose", reason)[0].split()).rstrip(".;, ")
     return line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "..."
