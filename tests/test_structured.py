@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 
 pytest.importorskip("torch")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import check_structured
+import check_tiny
 import small_vocabulary
 from exact_law import Sampling, Tally, exact_law, fit
 from small_vocabulary import FOLDERS, LETTERS, METHODS, PROMPT
@@ -32,7 +37,7 @@ OpenSmall = Callable[..., specrun.Engine]
 # The end id is the h, which the text ends with.
 PATTERN = "[a-d]([e-g][a-f])?[a-g]?h"
 LENGTH, END = 5, 7
-RUNS = 300
+RUNS = 200
 LEAST_P = 1e-4
 # What a text that matches may begin with, written out.
 WORD = "[a-g]{3}(bad|deaf)"
@@ -259,3 +264,13 @@ def test_a_vocabulary_that_cannot_write_it(open_small: OpenSmall) -> None:
         generate(engine, "draft", 4, json_schema={"type": "object"})
     with pytest.raises(specrun.UsageError, match="regex: needs an end id"):
         generate(engine, "draft", 4, regex="a", eos_token_ids=())
+
+
+@pytest.mark.slow
+def test_json_of_the_bundled_pair(once: Callable[..., Path]) -> None:
+    """Some of what ``scripts/check_structured.py`` does: each schema, temperature and method."""
+    made = once("gemma4-tiny", lambda folder: check_tiny.export(folder / "engines"))
+    report = check_structured.check(made / "engines", count=20)
+    assert report.faults == []
+    assert (report.valid, report.equal) == (20, 10)
+    assert all(tokens > 2 * steps for tokens, steps in report.steps.values())
