@@ -147,7 +147,7 @@ def sample(engine: specrun.Engine, methods: Sequence[str], count: int, report: R
         prompt, schema = CASES[name]
         result = engine.generate(
             prompt,
-            method=method,  # type: ignore[arg-type]
+            method=method,
             json_schema=schema,
             temperature=temperature,
             seed=seed,
@@ -165,7 +165,12 @@ def sample(engine: specrun.Engine, methods: Sequence[str], count: int, report: R
 def compare(engine: specrun.Engine, methods: Sequence[str], report: Report) -> None:
     """Greedy texts of every method and schema with those of plain decoding."""
     for name, (prompt, schema) in CASES.items():
-        given = {"json_schema": schema, "do_sample": False, "max_new_tokens": NEW, "strict": True}
+        given: dict[str, Any] = {
+            "json_schema": schema,
+            "do_sample": False,
+            "max_new_tokens": NEW,
+            "strict": True,
+        }
         plain = engine.generate(prompt, method="plain", **given)
         for method in methods:
             result = engine.generate(prompt, method=method, **given)
