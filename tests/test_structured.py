@@ -92,13 +92,12 @@ def step_by_step(engine: specrun.Engine, pattern: str, most: int) -> list[int]:
     which the text may begin."""
     found: list[int] = []
     while len(found) < most and END not in found:
-        (row,) = (
-            engine.generate(
-                [*PROMPT, *found], method="plain", max_new_tokens=1, logprobs=8, eos_token_ids=()
-            ).logprobs
-            or ()
+        step = engine.generate(
+            [*PROMPT, *found], method="plain", max_new_tokens=1, logprobs=8, eos_token_ids=()
         )
-        found.append(next(token for token, _ in row.top if begins(pattern, [*found, token])))
+        assert step.logprobs is not None
+        best = [token for token, _ in step.logprobs[0].top]
+        found.append(next(token for token in best if begins(pattern, [*found, token])))
     return found
 
 
