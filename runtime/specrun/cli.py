@@ -19,6 +19,7 @@ from specrun.cli_compare import compare
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import reports_errors
 from specrun.cli_folder import located
+from specrun.cli_input import MAX_PROMPT_BYTES, read_grammars, read_input
 from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-MAX_PROMPT_BYTES = 64 << 20
 
 ENGINE = EngineOptions()
 GENERATE = GenerateOptions()
@@ -121,6 +120,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return switch(command)
 
 
+_SCHEMA = 'The text is JSON by this schema: a file, - for stdin, or the schema itself ("{...}").'
 _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatable."
 
 
@@ -189,6 +189,9 @@ _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatabl
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not end at any end id.")
 @click.option("--stop", multiple=True, help="End before this string; repeatable.")
+@click.option("--json-schema", metavar="FILE", help=_SCHEMA)
+@click.option("--regex", metavar="PATTERN", help="The whole text matches this.")
+@click.option("--grammar", metavar="FILE", help="The text follows these rules, in Lark's form.")
 @click.option(
     "--timeout",
     type=float,
@@ -280,7 +283,7 @@ def run(
     if tracing is not None and given["logprobs"] is None:
         given["logprobs"] = ALTERNATIVES
     engine_options = _pick(EngineOptions, given)
-    generate_options = _generate_options(given)
+    generate_options = _generate_options({**given, "prompt_file": prompt_file})
     text = _prompt(prompt, prompt_file)
     import specrun
 
@@ -298,6 +301,8 @@ def run(
             result = stream.partial
             if result.finish_reason == "timeout":
                 warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
+            if result.options.structured and result.finish_reason == "length":
+                warn("the text is not complete, as no more tokens may come: see --max-new-tokens")
             auto = result.options.num_assistant_tokens_schedule == "auto"
             not_tuned = engine.not_tuned if auto else None
             if as_json:
@@ -398,6 +403,7 @@ def _generate_options(given: dict[str, Any]) -> GenerateOptions:
         "eos_token_ids": () if given["ignore_eos"] else given["eos_token_id"] or None,
         "bad_words": given["bad_word"],
         "logit_bias": _bias(given["logit_bias"]),
+        **read_grammars(given),
     }
     return GenerateOptions(**{name: given[name] for name in same} | renamed)
 
@@ -424,25 +430,12 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise UsageError(
             "no prompt given", hint="give --prompt TEXT, or --prompt-file FILE (- for stdin)"
         )
-    try:
-        if prompt_file == "-":
-            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-        else:
-            with Path(prompt_file).open("rb") as file:
-                data = file.read(MAX_PROMPT_BYTES + 1)
-        if len(data) > MAX_PROMPT_BYTES:  # a device or a pipe may have no end
-            raise UsageError(
-                f"--prompt-file: {prompt_file}: more than {MAX_PROMPT_BYTES} bytes",
-                hint="no context is that long: give a shorter text",
-            )
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"--prompt-file: {prompt_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"--prompt-file: {prompt_file}: not UTF-8 text at byte {error.start}",
-            hint="convert the file to UTF-8",
-        ) from error
+    return read_input(
+        "--prompt-file",
+        prompt_file,
+        MAX_PROMPT_BYTES,
+        "no context is that long: give a shorter text",
+    )
 
 
 def _warn(message: str) -> None:
