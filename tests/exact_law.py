@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,17 @@ class Sampling:
         return p
 
 
-def exact_law(model: Any, prompt: Sequence[int], length: int, sampling: Sampling) -> Law:
-    """Probability of every text of ``length`` tokens behind ``prompt``."""
+def exact_law(
+    model: Any,
+    prompt: Sequence[int],
+    length: int,
+    sampling: Sampling,
+    allowed: Callable[[tuple[int, ...]], NDArray[np.bool_]] | None = None,
+) -> Law:
+    """Probability of every text of ``length`` tokens behind ``prompt``.
+
+    ``allowed``: ``[vocabulary]``, which tokens may follow a text; some must.
+    """
     size = int(model.config.get_text_config().vocab_size)
     texts = np.array(list(itertools.product(range(size), repeat=length - 1)))
     rows = np.concatenate([np.tile(prompt, (len(texts), 1)), texts], axis=1)
@@ -74,7 +83,11 @@ def exact_law(model: Any, prompt: Sequence[int], length: int, sampling: Sampling
     for place in range(length):
         # Texts that agree so far follow each other; the first of them stands for all.
         step = size ** (length - 1 - place)
-        given = sampling.probabilities(out[::step, len(prompt) - 1 + place])
+        logits = out[::step, len(prompt) - 1 + place]
+        if allowed is not None:
+            may = np.array([allowed(tuple(text)) for text in texts[::step, :place].tolist()])
+            logits = np.where(may, logits, np.float32(-np.inf))
+        given = sampling.probabilities(logits)
         if sampling.end is not None:
             ended = (texts[::step, :place] == sampling.end).any(axis=1)
             given[ended] = np.eye(size)[sampling.end]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,7 +282,7 @@ def test_the_share_that_stands(weight: float) -> None:
 def test_weight_1_is_the_same_computation() -> None:
     """C27: the same random numbers, bitwise the same result."""
 
-    def tokens(**options: float) -> list[Accepted]:
+    def tokens(**options: Any) -> list[Accepted]:
         sampler = Sampler(do_sample=True, seed=8)
         return [
             accept_sampled(
@@ -373,3 +375,16 @@ def test_a_short_proposal_that_was_right_tells_nothing() -> None:
 def test_examples_in_docstrings() -> None:
     for module in (accept, schedule):
         assert doctest.testmod(module).failed == 0
+
+
+def test_what_must_not_come_is_never_mixed_in() -> None:
+    """Behind ``mixed`` drafts p alone decides, also where q has all the mass; greedy, what p
+    forbids never comes."""
+    p, q = Distribution(np.array([0.5, 0.5, 0.0])), Distribution(np.array([0.1, 0.0, 0.9]))
+    for place in (0.0, 0.5, 0.99):
+        uniform = functools.partial(float, place)
+        found = accept_sampled(
+            [0, 2], [q, q], lambda slot: p, uniform, Distribution.argmax, 0.05, mixed=1
+        )
+        assert found == Accepted(1, 1)
+    assert accept_ensemble([2, 2], [q, q], lambda slot: p, 0.05) == Accepted(0, 0)

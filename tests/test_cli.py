@@ -18,6 +18,7 @@ from specrun.options import EngineOptions, GenerateOptions
 
 ToyFolder = Callable[[Toy], Path]
 
+DIGITS = Path(__file__).parent / "data" / "digits.lark"
 CHAT = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"
     "{% if enable_thinking %}7{% endif %}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
@@ -44,6 +45,25 @@ def test_prompt_from_file_and_stdin(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("12", encoding="utf-8")
     assert call(folder, "--prompt-file", tmp_path / "prompt.txt", "-n", 2).stdout == "34\n"
     assert call(folder, "--prompt-file", "-", "-n", 2, stdin="12").stdout == "34\n"
+
+
+def test_structured_output(folder: Path, tmp_path: Path) -> None:
+    """The 9 is the end id, and an integer may end with it."""
+    schema = '{"type": "integer", "minimum": 700, "maximum": 999}'
+    (tmp_path / "schema.json").write_text(schema, encoding="utf-8")
+    for given in (["--json-schema", tmp_path / "schema.json"], ["--json-schema", schema]):
+        assert call(folder, "--prompt", "6", *given).stdout == "789\n"
+    assert call(folder, "--prompt", "6", "--json-schema", "-", stdin=schema).stdout == "789\n"
+    assert call(folder, "--prompt", "6", "--regex", "[1-4]{3}9").stdout == "1239\n"
+    rules = tmp_path / "rules.lark"
+    rules.write_text('start: "44" "9"', encoding="utf-8")
+    assert call(folder, "--prompt", "6", "--grammar", rules).stdout == "449\n"
+
+
+def test_a_structure_that_is_cut(folder: Path) -> None:
+    result = call(folder, "--prompt", "6", "--regex", "[1-4]{3}9", "-n", 2)
+    assert result.stdout == "12\n"
+    assert "warning: the text is not complete" in result.stderr
 
 
 def test_stats_on_stderr(folder: Path) -> None:
@@ -86,6 +106,12 @@ def test_json(folder: Path) -> None:
         (["--prompt", "1", "--system", "x", "--raw"], 2, "--system: got 'x' together", "one"),
         (["--prompt", "1", "--stop", ""], 2, "--stop: must be strings that are not", "string"),
         (["--prompt", "1", "--ignore-eos", "--eos-token-id", "3"], 2, "exclude each other", "one"),
+        (["--prompt", "1", "--regex", "(?=1)"], 2, "--regex: at 1(8): invalid regex", "Rust"),
+        (["--prompt", "1", "--json-schema", "{"], 2, "--json-schema: not JSON", '{"type":'),
+        (["--prompt", "1", "--json-schema", "/nowhere"], 2, "--json-schema: /nowhere: No", None),
+        (["--prompt", "1", "--grammar", "/nowhere"], 2, "--grammar: /nowhere: No such", None),
+        (["--prompt", "1", "--regex", "1", "--json-schema", "{}"], 2, "--regex: excludes", "one"),
+        (["--prompt-file", "-", "--json-schema", "-"], 2, "stdin is read once", "a file"),
         (["--prompt", "1", "--exact", "-k", "16"], 2, "--num-assistant-tokens: in exact", "15"),
         (["--prompt", "1", "--exact-width", "4"], 2, "--exact-width: has no effect", "--exact"),
         (["--prompt", "1" * 64], 1, "64 tokens do not fit into the context of 64", "shorten"),
@@ -192,6 +218,9 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "logprobs": ([], ["--logprobs", "2"]),
     "eos_token_ids": ([], ["--eos-token-id", "3", "--eos-token-id", "4"]),
     "stop": ([], ["--stop", "ab", "--stop", "c"]),
+    "json_schema": ([], ["--json-schema", '{"type": "integer"}']),
+    "regex": ([], ["--regex", "[0-9]*"]),
+    "grammar": ([], ["--grammar", str(DIGITS)]),
     "threads": (["--threads", "1"], ["--threads", "2"]),
     "max_context": ([], ["--max-context", "32"]),
     "prefill_chunk": ([], ["--prefill-chunk", "2"]),

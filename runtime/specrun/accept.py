@@ -54,6 +54,7 @@ def accept_sampled(
     uniform: Callable[[], float],
     draw: Callable[[Distribution], int],
     weight: float = 1.0,
+    mixed: int | None = None,
 ) -> Accepted:
     """Rejection sampling: Leviathan, Kalman and Matias 2023, algorithm 1.
 
@@ -72,6 +73,9 @@ def accept_sampled(
     computation; a uniform of 0 never accepts a token that p forbids; the empty residual falls
     back to p for every w, not only below 1; fixed drafts have a one-hot q, not their softmax.
 
+    ``mixed``: w holds for so many of the first drafts (None: all); those behind are left to p
+    alone, for what must not come whatever the drafter says.
+
     Raises UsageError for a weight outside (0, 1], or below 1 without q; ValueError when a draft
     cannot have come from its q.
     """
@@ -79,7 +83,8 @@ def accept_sampled(
     for slot, token in enumerate(proposal):
         target = p(slot)
         given = Distribution.one_hot(token) if q is None else q[slot]
-        if uniform() >= acceptance(token, target, given, weight):
+        share = weight if mixed is None or slot < mixed else 1.0
+        if uniform() >= acceptance(token, target, given, share):
             return Accepted(slot, draw(residual(target, given)))
     return Accepted(len(proposal), draw(p(len(proposal))))
 
@@ -96,15 +101,17 @@ def accept_ensemble(
     which ``proposal[i]`` is the argmax. A one-hot q would make every draft win for w < 0.5.
     ``p(i)`` is the softmax of the target's processed logits. ::
 
-        v_i = argmax(w p(i) + (1 - w) q[i]);   count = first i with proposal[i] != v_i
+        v_i = argmax(w p(i) + (1 - w) q[i]) over x with p(i)(x) > 0
+        count = first i with proposal[i] != v_i
         token = v_count, or argmax p(len(proposal)) after all
 
-    As in transformers, except that slots behind a miss are not computed and w = 1 is allowed: it
-    gives what accept_greedy gives. Raises UsageError for a weight outside (0, 1].
+    As in transformers, except that slots behind a miss are not computed, that what p forbids never
+    comes, whatever q says, and that w = 1 is allowed: it gives what accept_greedy gives. Raises
+    UsageError for a weight outside (0, 1].
     """
     check_weight(weight, has_q=True)
     for slot, token in enumerate(proposal):
-        wanted = mix(weight, p(slot), q[slot]).argmax()
+        wanted = _largest(p(slot), q[slot], weight)
         if token != wanted:
             return Accepted(slot, wanted)
     return Accepted(len(proposal), p(len(proposal)).argmax())
@@ -150,6 +157,13 @@ def mix(weight: float, p: Distribution, q: Distribution) -> Distribution:
         return Distribution(weight * p.at(ids) + (1.0 - weight) * q.at(ids), ids)
     size = max(p.size, q.size)
     return Distribution(weight * p.dense(size) + (1.0 - weight) * q.dense(size))
+
+
+def _largest(p: Distribution, q: Distribution, weight: float) -> int:
+    """The argmax of the mix, of tokens that p allows."""
+    mixed = mix(weight, p, q)
+    ids = np.arange(mixed.probs.size) if mixed.ids is None else mixed.ids
+    return int(ids[np.argmax(np.where(p.at(ids) > 0, mixed.probs, -1.0))])
 
 
 def check_weight(weight: float, *, has_q: bool) -> None:

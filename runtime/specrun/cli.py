@@ -21,6 +21,7 @@ from specrun.cli_chat import chat
 from specrun.cli_compare import compare
 from specrun.cli_errors import reports_errors
 from specrun.cli_folder import located
+from specrun.cli_input import MAX_PROMPT_BYTES, read_input
 from specrun.cli_options import (
     ENGINE,
     engine_options,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from specrun.response import ResponseReader
     from specrun.result import Result
     from specrun.stream import TextStream
-
-MAX_PROMPT_BYTES = 64 << 20
 
 
 class DefaultGroup(click.Group):
@@ -123,7 +122,8 @@ def run(
     tracing = None if trace is None else Tracing(trace)
     if tracing is not None and given["logprobs"] is None:
         given["logprobs"] = ALTERNATIVES
-    opening, options = opening_options(given), generate_options(given)
+    opening = opening_options(given)
+    options = generate_options({**given, "prompt_file": prompt_file})
     text = _prompt(prompt, prompt_file)
     folder = located(folder, quiet=quiet)
     import specrun
@@ -145,6 +145,8 @@ def run(
             result = stream.partial
             if result.finish_reason == "timeout":
                 warn(f"the text is not finished: --timeout {result.options.timeout:g} was up")
+            if result.options.structured and result.finish_reason == "length":
+                warn("the text is not complete, as no more tokens may come: see --max-new-tokens")
             auto = result.options.num_assistant_tokens_schedule == "auto"
             not_tuned = engine.not_tuned if auto else None
             if as_json:
@@ -263,25 +265,12 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise UsageError(
             "no prompt given", hint="give --prompt TEXT, or --prompt-file FILE (- for stdin)"
         )
-    try:
-        if prompt_file == "-":
-            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-        else:
-            with Path(prompt_file).open("rb") as file:
-                data = file.read(MAX_PROMPT_BYTES + 1)
-        if len(data) > MAX_PROMPT_BYTES:  # a device or a pipe may have no end
-            raise UsageError(
-                f"--prompt-file: {prompt_file}: more than {MAX_PROMPT_BYTES} bytes",
-                hint="no context is that long: give a shorter text",
-            )
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"--prompt-file: {prompt_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"--prompt-file: {prompt_file}: not UTF-8 text at byte {error.start}",
-            hint="convert the file to UTF-8",
-        ) from error
+    return read_input(
+        "--prompt-file",
+        prompt_file,
+        MAX_PROMPT_BYTES,
+        "no context is that long: give a shorter text",
+    )
 
 
 def _warn(message: str) -> None:

@@ -68,7 +68,8 @@ def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
     """
     if given["logprobs"] is not None:
         raise UsageError("--logprobs: a chat does not show them", hint="use specrun run --json")
-    opening, options = opening_options(given), generate_options(given)
+    opening = opening_options(given)
+    options = generate_options({**given, "prompt_file": "-"})
     folder = located(folder, quiet=quiet)
     import specrun
 

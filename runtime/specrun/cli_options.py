@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 
 from specrun.cli_device import cuda_graph_option, device_options
+from specrun.cli_input import read_grammars
 from specrun.errors import UsageError
 from specrun.options import METHODS, SCHEDULES, EngineOptions, GenerateOptions, Integrity, Verify
 from specrun.reading import ReadingError, parse_json, read_bytes
@@ -69,6 +70,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return switch(command)
 
 
+_SCHEMA = 'The text is JSON by this schema: a file, - for stdin, or the schema itself ("{...}").'
 _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatable."
 
 
@@ -149,6 +151,9 @@ _GENERATION: tuple[Decorator, ...] = (
     ),
     click.option("--ignore-eos", is_flag=True, help="Do not end at any end id."),
     click.option("--stop", multiple=True, help="End before this string; repeatable."),
+    click.option("--json-schema", metavar="FILE", help=_SCHEMA),
+    click.option("--regex", metavar="PATTERN", help="The whole text matches this."),
+    click.option("--grammar", metavar="FILE", help="The text follows these rules, in Lark's form."),
     click.option(
         "--timeout",
         type=float,
@@ -238,7 +243,8 @@ def opening_options(given: dict[str, Any]) -> EngineOptions:
 
 
 def generate_options(given: dict[str, Any]) -> GenerateOptions:
-    """What was ``given`` to a command with :func:`generation_options`. Raises UsageError."""
+    """What was ``given`` to a command with :func:`generation_options`, and its ``prompt_file``: a
+    dash where it reads stdin itself. Raises UsageError."""
     if given["ignore_eos"] and given["eos_token_id"]:
         raise UsageError("--ignore-eos and --eos-token-id exclude each other", hint="give one")
     same = {field.name for field in dataclasses.fields(GenerateOptions)} & given.keys()
@@ -248,6 +254,7 @@ def generate_options(given: dict[str, Any]) -> GenerateOptions:
         "bad_words": given["bad_word"],
         "logit_bias": _bias(given["logit_bias"]),
         "tools": _tools(given["tools_file"]),
+        **read_grammars(given),
     }
     return GenerateOptions(**{name: given[name] for name in same} | renamed)
 

@@ -18,6 +18,7 @@ from specrun.conversation import Chat
 from specrun.drafters.base import Drafter
 from specrun.errors import ContextFull, UsageError
 from specrun.generation import Generation
+from specrun.grammar import Grammar, compile_grammar
 from specrun.lane import Lane
 from specrun.limits import MAX_TEMPLATE_BYTES
 from specrun.loop import OnRound, Progress
@@ -235,6 +236,7 @@ class Engine(Closing):
             on_round=on_round,
             on_warning=warn,
             cancel=cancel,
+            grammar=self._grammar(resolved),
         )
 
     def encode(self, prompt: Prompt, options: GenerateOptions | None = None) -> list[int]:
@@ -398,6 +400,12 @@ class Engine(Closing):
                 row = Generation(request.in_batch(index), self._resources, early_end)
                 rows.append(row.run(lane, progress))
             return in_turn(rows)
+
+    def _grammar(self, options: GenerateOptions) -> Grammar | None:
+        """What the text must be. Raises UsageError; also without the library for it."""
+        if not options.structured:
+            return None
+        return compile_grammar(options, self._resources.vocabulary())
 
     def _bad_words(self, options: GenerateOptions) -> tuple[tuple[int, ...], ...]:
         """``bad_words`` as ids, alone and behind a space, and ``bad_words_ids``."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.accept import Accepted, accept_ensemble, accept_greedy, accept_sampled
+from specrun.constraint import Constraint
 from specrun.drafters.base import Proposal
 from specrun.sampling import Distribution, Sampler
 from specrun.target import Rows
@@ -30,15 +31,22 @@ class TokenLogprob:
 class Judge:
     """Accepts and rejects for one sequence. ``ensemble_weight`` 1 is lossless.
 
-    ``logprobs``: alternatives to report with every token, None: report nothing.
+    ``logprobs``: alternatives to report with every token, None: report nothing. ``constraint``: one
+    of the sampler's processors, which holds for the ensemble too.
     """
 
     def __init__(
-        self, sampler: Sampler, *, ensemble_weight: float = 1.0, logprobs: int | None = None
+        self,
+        sampler: Sampler,
+        *,
+        ensemble_weight: float = 1.0,
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampler = sampler
         self.ensemble_weight = ensemble_weight
         self.logprobs = logprobs
+        self._constraint = constraint
         # The prefix of a slot is a view of this array: committed tokens, then the drafts before.
         self._tokens: NDArray[np.int64] = np.empty(256, dtype=np.int64)
         self._held = 0
@@ -68,7 +76,11 @@ class Judge:
             return sampler.probabilities(tokens[: length + slot], logits[0, slot])
 
         if sampler.do_sample:
-            return accept_sampled(drafts, q, p, sampler.uniform, sampler.draw_from, weight)
+            own = len(drafts)
+            if weight < 1 and self._constraint is not None:
+                own = self._constraint.count_allowed(committed, drafts)
+            draw = sampler.draw_from
+            return accept_sampled(drafts, q, p, sampler.uniform, draw, weight, mixed=own)
         if weight < 1:
             return accept_ensemble(drafts, q or (), p, weight)
 

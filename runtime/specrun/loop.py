@@ -6,13 +6,14 @@ Plain decoding is the same loop with empty proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specrun.constraint import Constraint
 from specrun.drafters.base import Drafter, Proposal, resume
 from specrun.judge import Judge, TokenLogprob
 from specrun.outcome import Outcome
@@ -55,14 +56,16 @@ class Commit(NamedTuple):
 @dataclass(frozen=True)
 class DraftPlan:
     """How much to draft. Ids from ``vocab_size`` on do not exist in the tokenizer, so that a draft
-    of one is not worth a row; nor is anything behind one of ``end_ids``."""
+    of one is not worth a row; nor is anything behind one of ``end_ids``, or behind what
+    ``constraint`` forbids."""
 
     schedule: Schedule
     vocab_size: int
     end_ids: frozenset[int]
+    constraint: Constraint | None = None
 
-    def usable(self, proposal: Proposal) -> Proposal:
-        """The part of a drafter's proposal that is worth verifying.
+    def usable(self, proposal: Proposal, committed: Sequence[int]) -> Proposal:
+        """The part of a drafter's proposal that is worth verifying behind ``committed``.
 
         A token that was drawn is never dropped by its value, only behind one that stays: anything
         else would change the law of what is sampled. One that was certain may be.
@@ -75,6 +78,9 @@ class DraftPlan:
             if token in self.end_ids:
                 break
         q = proposal.q
+        if self.constraint is not None and kept:
+            allowed = self.constraint.count_allowed(committed, proposal.tokens[:kept])
+            kept = min(kept, allowed if q is None else allowed + 1)
         return Proposal(proposal.tokens[:kept], None if q is None else q[:kept])
 
 
@@ -161,7 +167,7 @@ def speculate(
         wanted = min(num_draft, fitting, num_draft if most is None else most)
         proposal = Proposal([])
         if wanted > 0:
-            proposal = plan.usable(_propose(drafter, wanted, judge))
+            proposal = plan.usable(_propose(drafter, wanted, judge), committed)
 
         # Row 0 is the last committed token, which no run has seen yet; row i is draft i - 1.
         meter.switch("verify")

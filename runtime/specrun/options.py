@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from specrun import devices
 from specrun.errors import UsageError
+from specrun.grammar_text import GRAMMARS, check_rules, schema_text
 
 Method = Literal[
     "auto", "plain", "mtp-drafter", "mtp", "draft", "universal", "early-exit", "prompt-lookup"
@@ -173,6 +174,9 @@ class GenerateOptions:
     ``logprobs``: report the log-probability of every token, and so many alternatives.
     ``eos_token_ids``: end ids (None: the manifest's; an int, a list, or an empty list for none).
     ``stop``: strings that end the text; they are not part of it.
+    ``json_schema``: the text is compact JSON that this schema allows: a mapping, or JSON text;
+    True is any JSON. ``regex``: the whole text matches this regular expression. ``grammar``: it
+    follows these rules, in Lark's form. At most one of the three; needs the extra ``structured``.
     ``raw``: take a text prompt as it is, without the chat template.
     ``system``: system message for the chat template. ``enable_thinking``: whether it asks for a
     thought before the answer (None: as the template does by itself). ``tools``: functions that the
@@ -208,6 +212,9 @@ class GenerateOptions:
     logprobs: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    json_schema: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
     raw: bool = False
     system: str | None = None
     enable_thinking: bool | None = None
@@ -241,6 +248,7 @@ class GenerateOptions:
         object.__setattr__(self, "bad_words_ids", _id_lists("bad_words_ids", self.bad_words_ids))
         object.__setattr__(self, "logit_bias", _bias("logit_bias", self.logit_bias))
         self._check_sampling()
+        self._check_grammar()
         object.__setattr__(self, "tools", _objects("tools", self.tools))
         for name in ("system", "enable_thinking", "tools"):
             value = getattr(self, name)
@@ -264,6 +272,21 @@ class GenerateOptions:
                     f"{name}: has no effect with do_sample False, got {getattr(self, name)!r}",
                     hint=f"leave {name} or do_sample out",
                 )
+
+    @property
+    def structured(self) -> bool:
+        """Whether the text must follow a grammar."""
+        return any(getattr(self, name) is not None for name in GRAMMARS)
+
+    def _check_grammar(self) -> None:
+        object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        for name in ("regex", "grammar"):
+            check_rules(name, getattr(self, name))
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(
+                f"{given[1]}: excludes {given[0]}, got both", hint="give one of the two"
+            )
 
 
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "typical_p")

@@ -6,6 +6,7 @@ logits of the slot, and equals the class of the same purpose in transformers'
 ``_get_logits_processor``::
 
     logit bias, repetition penalty, no-repeat n-gram, bad words, min new tokens, the user's own,
+    a grammar (:mod:`specrun.constraint`),
     and when sampling: temperature, top-k, top-p, min-p, typical-p
 
 Differences, all on purpose:
@@ -302,6 +303,7 @@ def build(
     bad_words_ids: Sequence[Sequence[int]] = (),
     min_new_tokens: int = 0,
     logits_processors: Sequence[Callable[[Prefix, Logits], Any]] = (),
+    constraint: Processor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -332,6 +334,8 @@ def build(
     if min_new_tokens != 0 and ends:
         before.append(MinNewTokens(min_new_tokens, prompt_length, ends))
     before += [UserProcessor(function) for function in logits_processors]
+    if constraint is not None:
+        before.append(constraint)
 
     warpers: list[Processor] = []
     if do_sample:

@@ -8,11 +8,14 @@ from typing import Any
 
 from specrun import processors
 from specrun.cancel import CancelToken, EarlyEnd
+from specrun.constraint import Constraint
 from specrun.drafters.base import Drafter
+from specrun.drafters.forced import ForcedDrafter
 from specrun.drafters.guard import GuardedDrafter
 from specrun.drafters.model import Reader
 from specrun.drafters.none import NoDrafter
 from specrun.errors import EngineError, SpecrunError
+from specrun.grammar import Grammar
 from specrun.judge import Judge
 from specrun.lane import Lane
 from specrun.loop import Commit, DraftPlan, OnRound, Progress, Round, speculate
@@ -33,7 +36,7 @@ LogitsProcessors = LogitsProcessor | Sequence[LogitsProcessor]
 class Request:
     """``options``: resolved. ``drafter``: one of the caller's own in place of the method's.
     ``make_schedule``: given the options and the tokens of context to expect, in the middle of the
-    text; ``sequence``: its place in a batch."""
+    text; ``grammar``: what that must be; ``sequence``: its place in a batch."""
 
     options: GenerateOptions
     bad_words_ids: tuple[tuple[int, ...], ...]
@@ -43,6 +46,7 @@ class Request:
     on_round: OnRound | None
     on_warning: OnWarning
     cancel: CancelToken | None = None
+    grammar: Grammar | None = None
     sequence: int = 0
 
     @property
@@ -77,17 +81,34 @@ class Request:
         options, resources = self.options, lane.resources
         stopping = self.stopping(resources, most)
         vocab_size = resources.manifest.target_engine.vocab_size
-        sampler = self._sampler(len(progress.committed), vocab_size)
+        length = len(progress.committed)
+        constraint = self._constraint(length, vocab_size)
+        sampler = self._sampler(length, vocab_size, constraint)
         if not sampler.needs_logits and resources.options.fixed_width is None:
             meter.tie_below = resources.width_noise
-        judge = Judge(sampler, ensemble_weight=options.ensemble_weight, logprobs=options.logprobs)
-        schedule = self.make_schedule(options, len(progress.committed) + most // 2)
+        judge = Judge(
+            sampler,
+            ensemble_weight=options.ensemble_weight,
+            logprobs=options.logprobs,
+            constraint=constraint,
+        )
+        schedule = self.make_schedule(options, length + most // 2)
         ends = frozenset(options.eos_token_ids or ())
-        plan = DraftPlan(schedule, resources.manifest.tokenizer.vocab_size, ends)
-        guarded = self._guarded(lane, meter, check)
-        return speculate(progress, guarded, judge, stopping, plan, meter, self._watcher(), check)
+        plan = DraftPlan(schedule, resources.manifest.tokenizer.vocab_size, ends, constraint)
+        drafter = self._guarded(lane, meter, check)
+        if constraint is not None:
+            drafter = ForcedDrafter(drafter, constraint)
+        return speculate(progress, drafter, judge, stopping, plan, meter, self._watcher(), check)
 
-    def _sampler(self, prompt_length: int, vocab_size: int) -> Sampler:
+    def _constraint(self, prompt_length: int, vocab_size: int) -> Constraint | None:
+        if self.grammar is None:
+            return None
+        ends = self.options.eos_token_ids or ()
+        return self.grammar.constraint(prompt_length, ends, vocab_size)
+
+    def _sampler(
+        self, prompt_length: int, vocab_size: int, constraint: Constraint | None
+    ) -> Sampler:
         given = self.options
         made = processors.build(
             vocab_size=vocab_size,
@@ -100,6 +121,7 @@ class Request:
             bad_words_ids=self.bad_words_ids,
             min_new_tokens=given.min_new_tokens or 0,
             logits_processors=self.logits_processors,
+            constraint=constraint,
             temperature=_or(given.temperature, 1.0),
             top_k=given.top_k or 0,
             top_p=_or(given.top_p, 1.0),

@@ -20,6 +20,7 @@ from specrun.text import Tokenizer
 
 if TYPE_CHECKING:
     from specrun.drafters.vocabulary import VocabularyPair
+    from specrun.grammar import Vocabulary
     from specrun.torch_verifier import TargetModel
 
 
@@ -36,6 +37,7 @@ class Resources:
         self._sessions: dict[str, Session] = {}
         self._providers: dict[str, str] = {}
         self._pair: VocabularyPair | None = None
+        self._vocabulary: Vocabulary | None = None
         self._model: TargetModel | None = None
         self.torch_name = ""  # of that model, also when it is closed
         # Why the target's engine is given up, for the rest of these resources' life.
@@ -105,6 +107,14 @@ class Resources:
         if self._pair is None:
             self._pair = _vocabulary_pair(self)
         return self._pair
+
+    def vocabulary(self) -> Vocabulary:
+        """The target's tokens for grammars; made once. Raises UsageError: no library for them."""
+        if self._vocabulary is None:
+            from specrun.grammar import Vocabulary
+
+            self._vocabulary = Vocabulary(self.tokenizer)
+        return self._vocabulary
 
     def close(self) -> None:
         """Free the sessions and the model."""

@@ -271,7 +271,7 @@ def _check_left(logits: Logits, length: int) -> None:
         raise UsageError(
             f"no token is left to choose after {length} tokens: the options forbid every one",
             hint="forbid fewer tokens (logit_bias, bad_words_ids, no_repeat_ngram_size, "
-            "min_new_tokens)",
+            "min_new_tokens), or ask for a text that needs none of them (json_schema, regex)",
         )
     if not np.isfinite(top):
         raise UsageError(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrun.drafters.base import Proposal, draw_from_row, proposal_of
+from specrun.errors import UsageError
 from specrun.sampling import Draw, Sampler
 from specrun.target import BetweenChunks, Rows, Target
 
@@ -144,7 +145,10 @@ class ModelDrafter:
         prefix[: len(text)] = text
         draws: list[Draw] = []
         for _ in range(self.reader.room(len(text), count)):
-            draw = self._draw(text, prefix[: len(text)], sampler)
+            try:
+                draw = self._draw(text, prefix[: len(text)], sampler)
+            except UsageError:
+                break  # the options leave none of the tokens that both models have
             if draw.token >= self.vocab_size:
                 break  # the engine's own argmax, among tokens that do not exist
             draws.append(draw)

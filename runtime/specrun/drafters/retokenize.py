@@ -146,6 +146,12 @@ def continuation(surfaces: Surfaces, before: bytes, new: bytes) -> list[int]:
     return _joined(surfaces, found, new)
 
 
+def spelled(surfaces: Surfaces, data: bytes) -> list[int]:
+    """Tokens for ``data`` (UTF-8) as it stands inside a text: the tokenizer's, or where it gives
+    other bytes the longest ones that there are. Empty when no tokens spell it."""
+    return continuation(surfaces, b"", data) or _cut(surfaces, data)
+
+
 def _joined(surfaces: Surfaces, tokens: list[int], new: bytes) -> list[int]:
     """``tokens`` when they are ``new``."""
     return tokens if b"".join(surfaces.of(id_) or b"" for id_ in tokens) == new else []
