@@ -540,8 +540,9 @@ def test_rows_that_layers_keep(small_folder: Callable[[str], Path], name: str, b
         session.rewind(len(session.tokens) - back)
         session.append([7, 6, 5])
         text = session.tokens
-        session.generate(**options | {"max_new_tokens": 6})
-        engine.generate(text, **options | {"max_new_tokens": 6})
+        options["max_new_tokens"] = 6
+        session.generate(**options)
+        engine.generate(text, **options)
         rows = [_layer_rows(lane) for lane in (session._open()[0], engine._open_lane())]
         assert len(rows[0]) == 2 * {"mtp": 1, "glm4-moe": 2}[name]
         for warm, cold in zip(*rows, strict=True):
