@@ -1,9 +1,9 @@
-"""Writes the command reference of the README from the help texts of the commands.
+"""Writes the command reference, docs/reference.md, from the help texts of the commands.
 
     python scripts/gen_reference.py            # after a change to an option or a help text
-    python scripts/gen_reference.py --check    # exit 1 if the README is not current
+    python scripts/gen_reference.py --check    # exit 1 if the page is not current
 
-The reference stands between two marker comments; everything else in the README stays as it is.
+The reference stands between two marker comments; everything else on the page stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 from specexport.cli import main as specexport
 from specrun.cli import main as specrun
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 BEGIN = "<!-- reference: written by scripts/gen_reference.py -->"
 END = "<!-- reference: end -->"
 COMMANDS = (
@@ -46,16 +46,16 @@ def reference() -> str:
     for group, program, names in COMMANDS:
         for name in names:
             text = help_text(group, program, name)
-            parts.append(f"### {program} {name}\n\n```text\n{text}\n```")
+            parts.append(f"## {program} {name}\n\n```text\n{text}\n```")
     return "\n\n".join([*parts, END])
 
 
-def with_reference(readme: str) -> str:
-    """``readme`` with the reference as it is now. Raises ValueError without the two markers."""
-    before, begin, rest = readme.partition(BEGIN)
+def with_reference(page: str) -> str:
+    """``page`` with the reference as it is now. Raises ValueError without the two markers."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README: the lines {BEGIN!r} and {END!r} are needed, in this order")
+        raise ValueError(f"{PAGE.name}: the lines {BEGIN!r} and {END!r} are needed, in this order")
     return before + reference() + after
 
 
@@ -64,14 +64,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if not current")
     options = parser.parse_args()
-    old = README.read_text(encoding="utf-8")
+    old = PAGE.read_text(encoding="utf-8")
     new = with_reference(old)
     if options.check and new != old:
-        print("Error: the command reference of README.md is not current", file=sys.stderr)
+        print("Error: docs/reference.md is not current", file=sys.stderr)
         print("hint: python scripts/gen_reference.py", file=sys.stderr)
         return 1
     if new != old:
-        README.write_text(new, encoding="utf-8")
+        PAGE.write_text(new, encoding="utf-8")
     return 0
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+import documents
 import pytest
-import toys
+from documents import calls
 
 from specexport import cli as specexport
 from specexport.presets import PRESETS
@@ -29,18 +30,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import gen_reference  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = documents.read("README.md")
+# What users read: the README and the pages it leads to.
+PAGES = "\n".join(documents.read(page) for page in documents.documents() if "docs/" in page)
+PAGES = f"{README}\n{PAGES}"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DOCUMENTS = ("README.md", *(f"{name}/README.md" for name in ("runtime", "graphs", "export")))
-DOCUMENTS += ("tests/README.md", "scripts/README.md")
 GROUPS: dict[str, Any] = {"specrun": specrun.main, "specexport": specexport.main}
-CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def shell_lines(document: str) -> list[str]:
-    """Lines of the blocks marked as shell."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", document, re.M | re.S)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+SHELL_LINES = [
+    command.text
+    for block in documents.all_blocks("sh", "console")
+    for command in documents.commands(block)
+]
 
 
 def help_lines(group: click.Group) -> list[str]:
@@ -50,23 +52,6 @@ def help_lines(group: click.Group) -> list[str]:
     return [
         line.strip() for text in examples for line in text.splitlines() if line.startswith("  ")
     ]
-
-
-def calls(line: str, program: str) -> list[list[str]]:
-    """Arguments of every call of ``program`` in a line of shell."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    found: list[list[str]] = []
-    current: list[str] | None = None
-    for token in lexer:
-        if token == program and current is None:
-            current = []
-            found.append(current)
-        elif set(token) <= set("|&;<>()"):
-            current = None
-        elif current is not None:
-            current.append(token)
-    return found
 
 
 def parses(group: click.Group, program: str, arguments: list[str]) -> None:
@@ -87,7 +72,7 @@ def parses(group: click.Group, program: str, arguments: list[str]) -> None:
 EXAMPLES = [
     pytest.param(program, arguments, id=shlex.join([program, *arguments]))
     for program, group in GROUPS.items()
-    for line in dict.fromkeys([*shell_lines(README), *help_lines(group)])
+    for line in dict.fromkeys([*SHELL_LINES, *help_lines(group)])
     for arguments in calls(line, program)
 ]
 
@@ -117,15 +102,16 @@ def test_every_sub_command_has_examples() -> None:
 
 
 def test_the_command_reference_is_current() -> None:
-    assert gen_reference.with_reference(README) == README, "python scripts/gen_reference.py"
+    page = gen_reference.PAGE.read_text(encoding="utf-8")
+    assert gen_reference.with_reference(page) == page, "python scripts/gen_reference.py"
     documented = {(program, name) for _, program, names in gen_reference.COMMANDS for name in names}
     there = {(program, name) for program, group in GROUPS.items() for name in group.commands}
     assert documented == there - {("specexport", "inspect")}  # the same as specrun's
 
 
 def test_scripts_and_their_options_exist() -> None:
-    lines = shell_lines(README)
-    called = {script for line in lines for script in re.findall(r"\bscripts/\w+(?:\.py)?", line)}
+    names = [re.findall(r"\bscripts/[\w/]+(?:\.py)?", line) for line in SHELL_LINES]
+    called = {script for found in names for script in found}
     assert {"scripts/demo", "scripts/test"} <= called
     for script in called:
         assert (ROOT / script).is_file(), script
@@ -139,37 +125,16 @@ def test_shell_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 
 
-def test_the_python_examples_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    examples = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    # It counts and never ends by itself; with letters and an end, as the grammars need.
-    vocabulary = (*map(str, range(10)), *'abcdefghijklmnopqrstuvwxyz[]{}",:', "<end>")
-    end = len(vocabulary) - 1
-    toy = toys.Toy(
-        drafter=True, chat_template=CHAT, max_context=256, vocabulary=vocabulary,
-        specials=("<end>",), eos=(end,),
-    )  # fmt: skip
-    toys.write_folder(tmp_path / "engines", toy)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for example in examples:  # a later one goes on with the names of those before
-        exec(compile(example, "README.md", "exec"), names)
-    names["engine"].close()
-    assert len(names["result"].tokens) == 64
-    assert "of the drafts accepted" in capsys.readouterr().out
-
-
 def test_the_readme_names_every_method_and_schedule() -> None:
     for method in METHODS:
         assert f"`{method}`" in README, method
     table = README.partition("| `--method` |")[2].partition("\n\n")[0]
     assert {*re.findall(r"^\| `([\w-]+)` \|", table, re.M), "auto"} == set(get_args(Method))
-    assert f"`--schedule {SCHEDULES[1]}`" in README
+    assert f"`--schedule {SCHEDULES[1]}`" in PAGES
 
 
 def test_the_readme_explains_every_statistic() -> None:
-    table = README.partition("## Statistics")[2].partition("## ")[0]
+    table = PAGES.partition("## Statistics")[2].partition("## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", table, re.M)
     explained = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     derived = {"acceptance", "acceptance_by_position", "exact"}
@@ -184,15 +149,15 @@ def test_the_readme_lists_extras_and_presets() -> None:
     rows = re.findall(r"^\| (`.*?) \|", table, re.M)
     listed = [name for row in rows for name in re.findall(r"`([\w-]+)`", row)]
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
-    for line in shell_lines(README):
+    for line in SHELL_LINES:
         for extra in re.findall(r'pip install "?\.\[([\w,-]+)\]', line):
             assert set(extra.split(",")) <= set(listed)
     for preset in PRESETS:
-        assert f"`{preset}`" in README, preset
+        assert f"`{preset}`" in PAGES, preset
 
 
 def test_flags_in_the_text_exist() -> None:
-    """``--flag`` between backticks is an option of some command, or of a tool that is named."""
+    """``--flag`` between backticks is an option of some command or script."""
     options = {
         option
         for group in GROUPS.values()
@@ -200,16 +165,20 @@ def test_flags_in_the_text_exist() -> None:
         for parameter in command.params
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    prose = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S)
+    for script in (ROOT / "scripts").rglob("*.py"):
+        options |= set(re.findall(r'"(--[a-z][a-z-]*)"', script.read_text(encoding="utf-8")))
+    prose = re.sub(r"^```.*?^```", "", PAGES, flags=re.M | re.S)
     for code in re.findall(r"`([^`]+)`", prose):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code):
             assert flag in options, f"`{code}`"
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", documents.documents())
 def test_links_lead_somewhere(name: str) -> None:
     path = ROOT / name
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
         file, _, anchor = link.partition("#")
         target = path if not file else (path.parent / file).resolve()
         assert target.exists(), f"{name}: {link}"

@@ -1,7 +1,7 @@
 """What an export and a run of its engines cost: memory, disk and time, estimated.
 
 Sizes come from :mod:`specexport.plan`; constants were measured on the full shape of Gemma 4 E2B on
-two cores (README, "Measured"), speeds are measured where the plan is made.
+two cores (docs/performance.md), speeds are measured where the plan is made.
 """
 
 from __future__ import annotations
