@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 from specrun import hub, manifest
-from specrun.batch import in_turn
+from specrun.batch import Rows, in_turn
 from specrun.cancel import CancelToken
 from specrun.conversation import Chat
 from specrun.drafters.base import Drafter
@@ -183,6 +183,14 @@ class Engine(Closing):
         session = Session(self, Lane(self._resources))
         self._sessions.add(session)
         return session
+
+    def rows(self) -> Rows:
+        """Texts side by side that come and go; see :class:`specrun.pool.Pool` for a server's.
+
+        The engine is busy until it is closed. Raises UsageError when it is so already.
+        """
+        self._open_lane()
+        return Rows(self._resources, self.held())
 
     def chat(self, *, options: GenerateOptions | None = None, **changes: Any) -> Chat:
         """A conversation, with KV buffers of its own, that reads only what is new of each turn.

@@ -5,7 +5,8 @@
     ├── FolderError           the engine folder: missing, changed or unknown file, field or version
     ├── EngineError           an engine does not load or a run of it fails
     │   └── DeviceError       the device that was asked for is not there
-    └── ContextFull           the request does not fit into the context of the engine
+    ├── ContextFull           the request does not fit into the context of the engine
+    └── QueueFull             more requests wait already than a pool lets wait
 
 Each error carries the thing and the value in its message, and the way out in ``hint``.
 """
@@ -43,6 +44,14 @@ class DeviceError(EngineError):
 
 class ContextFull(SpecrunError):
     """The tokens do not fit into the context of the engine."""
+
+
+class QueueFull(SpecrunError):
+    """More requests wait already than the pool lets wait. ``retry_after``: seconds, a guess."""
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
 
 
 def without_frames(error: E) -> E:

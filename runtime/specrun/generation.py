@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import NamedTuple
 
-from specrun.cancel import EarlyEnd, EndedEarly
+from specrun.cancel import EarlyEnd, EarlyReason, EndedEarly
 from specrun.judge import TokenLogprob
 from specrun.lane import Lane
 from specrun.loop import Commit, Progress
@@ -63,27 +63,50 @@ class Generation:
 
         ``finished`` says whether it came to one: at an end of the text, or at an early one.
         """
-        yielded, text = 0, ""
-        reason: FinishReason = "length"
+        commits = self.commits(lane, progress)
+        try:
+            while True:
+                text = next(commits).text
+                if text:
+                    yield text
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        except BaseException as error:  # were it between two commits
+            self.abandon(error)
+            raise
+        finally:
+            commits.close()
+
+    def commits(self, lane: Lane, progress: Progress) -> Generator[Commit, None, Result]:
+        """The same round by round, with the tokens of each; the last one has the reason.
+
+        Together they have the tokens and the text of the result.
+        """
+        text, last = "", Commit([], "", "length")
+        yielded = 0
         try:
             for commit in self._commits(lane, progress):
                 text += commit.text
                 if commit.reason is not None:
-                    reason = commit.reason
-                    break  # the last piece comes when the generation is over
-                if commit.text:
-                    yielded = len(text)
-                    yield commit.text
-            result = self._end(reason, text)
+                    last = commit
+                    break  # the last one comes when the generation is over
+                yielded = len(text)
+                yield commit
+            result = self._end(last.reason or "length", text)
         except EndedEarly as ended:
             result = self._end(ended.reason)
         except BaseException as error:
             self.abandon(error)
             raise
         self.finished = True
-        if len(result.text) > yielded:
-            yield result.text[yielded:]
+        yield Commit(last.tokens, result.text[yielded:], result.finish_reason)
         return result
+
+    def skip(self, reason: EarlyReason) -> Result:
+        """It ends before it begins."""
+        self.finished = True
+        return self._end(reason)
 
     def abandon(self, error: BaseException) -> None:
         """It does not go on, because of ``error``: ``partial`` stays what it is."""

@@ -29,6 +29,8 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 DEFAULT_NUM_ASSISTANT_TOKENS = 5  # where the manifest names none
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_EXACT_WIDTH = 16
+DEFAULT_MAX_BATCH = 4  # texts at work at once in a pool
+DEFAULT_MAX_WAITING = 64  # that wait for them
 PREFILL_CHUNK = 256  # rows; more take no less time each, and attention does more for nothing
 
 T = TypeVar("T", bound="EngineOptions | GenerateOptions")
