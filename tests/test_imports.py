@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "tokenizers", "jinja2")
+SERVE = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
 MAY_IMPORT = {
     "runtime/specrun": {"specrun"},
     "graphs/specgraphs": {"specrun", "specgraphs"},
@@ -38,14 +39,23 @@ def loaded(code: str) -> set[str]:
         "import specrun.contract, specrun.manifest, specrun.plans",
         "from specrun.cli import main; main(['--help'], standalone_mode=False)",
         "from specrun.cli import main; main(['run', '--help'], standalone_mode=False)",
+        "from specrun.cli import main; main(['serve', '--help'], standalone_mode=False)",
+        "from specrun.serve import ServeOptions; ServeOptions()",
     ],
 )
 def test_nothing_heavy_until_needed(code: str) -> None:
-    assert not loaded(code) & set(HEAVY)
+    assert not loaded(code) & {*HEAVY, *SERVE}
 
 
 def test_running_loads_no_exporter() -> None:
     assert not loaded("import specrun; specrun.load") & {"torch", "transformers", "onnx"}
+
+
+def test_only_the_server_needs_its_extra() -> None:
+    assert not loaded("import specrun.pool, specrun.cli_serve") & set(SERVE)
+    for path in sorted((ROOT / "runtime/specrun").rglob("*.py")):
+        if path.parent.name != "serve":
+            assert not imports(path) & set(SERVE), path
 
 
 def test_tensorrt_is_loaded_with_a_plan() -> None:

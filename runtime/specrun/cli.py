@@ -29,6 +29,7 @@ from specrun.cli_options import (
     generation_options,
     opening_options,
 )
+from specrun.cli_serve import serve
 from specrun.cli_stats import options_line, stats_table, table
 from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
 from specrun.cli_tune import tune
@@ -293,6 +294,7 @@ def _json_result(result: Result, options: dict[str, Any], reader: ResponseReader
 
 main.add_command(tune)
 main.add_command(bench)
+main.add_command(serve)
 main.add_command(chat)
 main.add_command(compare)
 

@@ -32,6 +32,16 @@ FLAGS = {
     "bad_words": "--bad-word",
     "eos_token_ids": "--eos-token-id",
     "enable_thinking": "--thinking",
+    # Of specrun serve.
+    "max_batch": "--max-batch",
+    "max_waiting": "--max-waiting",
+    "max_prompt_tokens": "--max-prompt-tokens",
+    "max_body_bytes": "--max-body-bytes",
+    "model_name": "--model-name",
+    "cors_origins": "--cors-origin",
+    "host": "--host",
+    "port": "--port",
+    "grace": "--grace",
     # Of specrun bench.
     "rounds": "--rounds",
     # Of specexport, which reports its errors with the same function.

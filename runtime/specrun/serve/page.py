@@ -1,0 +1,64 @@
+"""The chat page: one file, nothing from elsewhere, and a policy that lets nothing else in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fastapi.responses import HTMLResponse
+
+from specrun.serve.replies import Served
+from specrun.serve.settings import ServeOptions
+
+FILE = Path(__file__).parent / "page.html"
+
+
+class Page:
+    """``page.html`` with what it has to know of the server."""
+
+    def __init__(self, served: Served, settings: ServeOptions) -> None:
+        given = html.escape(json.dumps(_config(served, settings)), quote=True)
+        self._text = FILE.read_text(encoding="utf-8").replace("{{config}}", given)
+        self._headers = {
+            "Content-Security-Policy": _policy(self._text),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }
+
+    def response(self) -> HTMLResponse:
+        """The page."""
+        return HTMLResponse(self._text, headers=self._headers)
+
+
+def _config(served: Served, settings: ServeOptions) -> dict[str, Any]:
+    engine = served.engine
+    response = engine.manifest.tokenizer.response
+    return {
+        "model": served.model,
+        "methods": ["auto", *engine.manifest.drafters, "prompt-lookup", "plain"],
+        "chat": engine.chat_template is not None,
+        "thinking": response is not None and response.thinking is not None,
+        "key": settings.api_key is not None,
+    }
+
+
+def _policy(text: str) -> str:
+    """Only the page's own script and style, by their hashes, and requests to its own server."""
+    scripts = " ".join(_hashes(text, "script"))
+    styles = " ".join(_hashes(text, "style"))
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self';"
+        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hashes(text: str, tag: str) -> list[str]:
+    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+    digests = (hashlib.sha256(body.encode()).digest() for body in bodies)
+    return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
