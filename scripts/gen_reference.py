@@ -25,7 +25,7 @@ COMMANDS = (
     (
         specrun,
         "specrun",
-        ("run", "chat", "tune", "bench", "compare", "inspect", "doctor"),
+        ("run", "chat", "serve", "tune", "bench", "compare", "inspect", "doctor"),
     ),
 )
 WIDTH = 100  # characters per line of help

@@ -59,6 +59,8 @@ NOT_RUN = {
     "specrun bench engines/ --workload copy-edit": BENCH,
     "specrun bench engines/ --prompt-file question.txt": BENCH,
     "python scripts/examples/fastapi_app.py": "serves until Ctrl-C; tests/test_examples.py",
+    "specrun serve engines/$": "serves until Ctrl-C; tests/test_serve_limits.py",
+    "curl ": "asks that server; tests/test_serve.py",
     "python scripts/ray_batch.py engines/ prompts.jsonl results.jsonl": "starts a Ray; test_ray.py",
     "python scripts/ray_serve.py": "starts a Ray, and serves until Ctrl-C; tests/test_ray.py",
     "specrun bench engines/ -k 1": BENCH,
