@@ -281,6 +281,20 @@ def test_a_thought_that_the_template_began(open_toy: OpenToy) -> None:
         open_toy(TOY).chat(enable_thinking=True).ask("1")
 
 
+def test_a_thought_and_a_grammar(open_toy: OpenToy) -> None:
+    """A grammar is for all that comes, so there is none where a thought comes first."""
+    engine = open_toy(answers("12/345e", "u1ea", response=FORMAT, chat_template=THINKS))
+    assert engine.chat().ask("1", regex="12", max_new_tokens=9).content == "12"
+    with pytest.raises(UsageError, match="regex: excludes enable_thinking"):
+        engine.chat(enable_thinking=True).ask("1", regex="12")
+    begun = THINKS.replace("{% if enable_thinking %}<t>{% endif %}", "<t>")
+    engine = open_toy(answers("12/345e", "u1eat", response=FORMAT, chat_template=begun))
+    chat = engine.chat()
+    with pytest.raises(UsageError, match="regex: the prompt has begun a thought"):
+        chat.ask("1", regex="12")
+    assert chat.ask("1").thinking == "12"
+
+
 def test_calls_of_tools(open_toy: OpenToy) -> None:
     """As the model wrote them; in no spelling that is known, they stay in the message."""
     engine = open_toy(answers("7c1u2+c3+e", "u1ea", response=FORMAT))

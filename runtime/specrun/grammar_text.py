@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrun.errors import UsageError
-from specrun.reading import ReadingError, parse_json, shown
+from specrun.reading import ReadingError, parse_json, shown, unicode_fault
 
 GRAMMARS = ("json_schema", "regex", "grammar")
 # Characters, and values in them: the library takes half a second for 2,000 properties, and four
@@ -60,13 +60,8 @@ def check_rules(name: str, text: object) -> None:
             f"{name}: has {len(text)} characters, at most {MAX_RULES[name]} are read",
             hint="give a shorter one",
         )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{name}: not valid Unicode text: {error.reason} at {error.start}",
-            hint="give it as UTF-8",
-        ) from error
+    if (fault := unicode_fault(text)) is not None:
+        raise UsageError(f"{name}: {fault}", hint="give it as UTF-8")
 
 
 def _written(schema: object) -> str:

@@ -81,14 +81,14 @@ class EngineOptions:
     exact_width: int = DEFAULT_EXACT_WIDTH
 
     def __post_init__(self) -> None:
-        _at_least("threads", self.threads, 1)
+        at_least("threads", self.threads, 1)
         if self.threads is not None and self.threads > MAX_THREADS:
             raise UsageError(
                 f"threads: must be at most {MAX_THREADS}, got {self.threads}",
                 hint="give the number of CPU cores, or leave it out",
             )
-        _at_least("max_context", self.max_context, 2)
-        _at_least("prefill_chunk", self.prefill_chunk, 1)
+        at_least("max_context", self.max_context, 2)
+        at_least("prefill_chunk", self.prefill_chunk, 1)
         _one_of("integrity", self.integrity, get_args(Integrity))
         _one_of("verify", self.verify, get_args(Verify))
         if self.target is not None and (
@@ -117,8 +117,8 @@ class EngineOptions:
                 f"device: must be the name of a device, got {self.device!r}",
                 hint=f"devices are {', '.join(devices.DEVICES)}",
             )
-        _at_least("device_id", self.device_id, 0)
-        _at_least("user_compute_stream", self.user_compute_stream, 0)
+        at_least("device_id", self.device_id, 0)
+        at_least("user_compute_stream", self.user_compute_stream, 0)
         _truth("cuda_graph", self.cuda_graph, optional=False)
         library = self.provider_library
         if library is not None and (not isinstance(library, str) or not library):
@@ -131,7 +131,7 @@ class EngineOptions:
     def _check_exact(self) -> None:
         _truth("exact", self.exact, optional=False)
         _truth("spin", self.spin, optional=False)
-        _at_least("exact_width", self.exact_width, 2)
+        at_least("exact_width", self.exact_width, 2)
         if self.exact_width > MAX_EXACT_WIDTH:
             raise UsageError(
                 f"exact_width: must be at most {MAX_EXACT_WIDTH}, got {self.exact_width}",
@@ -241,7 +241,7 @@ class GenerateOptions:
             object.__setattr__(self, name, spelled)
             _one_of(name, spelled, SCHEDULES)
         for name, least in _LEAST.items():
-            _at_least(name, getattr(self, name), least)
+            at_least(name, getattr(self, name), least)
         for name, bounds in _BOUNDS.items():
             _within(name, getattr(self, name), bounds)
         object.__setattr__(self, "eos_token_ids", _ids("eos_token_ids", self.eos_token_ids))
@@ -288,6 +288,12 @@ class GenerateOptions:
         if len(given) > 1:
             raise UsageError(
                 f"{given[1]}: excludes {given[0]}, got both", hint="give one of the two"
+            )
+        if given and self.enable_thinking:
+            raise UsageError(
+                f"{given[0]}: excludes enable_thinking, as a thought would have to follow the"
+                " grammar",
+                hint="give one of the two",
             )
 
 
@@ -353,7 +359,8 @@ def available_threads() -> int:
     return os.cpu_count() or 1
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def at_least(name: str, value: object, least: int) -> None:
+    """Raise UsageError for what is neither None nor a whole number of at least ``least``."""
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

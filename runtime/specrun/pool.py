@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from specrun.batch import Step
 from specrun.cancel import CancelToken
 from specrun.errors import QueueFull, UsageError
-from specrun.options import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING
+from specrun.options import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, at_least
 from specrun.process import Closing, check_process
 from specrun.request import Request
 from specrun.result import Result
@@ -119,8 +119,8 @@ class Pool(Closing):
         max_batch: int = DEFAULT_MAX_BATCH,
         max_waiting: int = DEFAULT_MAX_WAITING,
     ) -> None:
-        _at_least("max_batch", max_batch, 1)
-        _at_least("max_waiting", max_waiting, 0)
+        at_least("max_batch", max_batch, 1)
+        at_least("max_waiting", max_waiting, 0)
         self.max_batch = max_batch
         self.max_waiting = max_waiting
         self.listener_failure: Exception | None = None
@@ -248,11 +248,3 @@ class Pool(Closing):
         for ticket in expired:
             ticket._end(Ended(ticket.row.partial))
         return True
-
-
-def _at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(
-            f"{name}: must be a whole number of at least {least}, got {value!r}",
-            hint=f"give {name} a value of {least} or more",
-        )

@@ -51,6 +51,15 @@ def read_text(path: Path, limit: int, *, inside: Path | None = None) -> str:
         raise ReadingError(f"not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
+def unicode_fault(text: str) -> str | None:
+    """What keeps ``text`` from being Unicode (half of a surrogate pair); None: nothing does."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"not valid Unicode text: {error.reason} at {error.start}"
+    return None
+
+
 def leads_inside(path: Path, folder: Path) -> bool:
     """Whether ``path``, with all links followed, lies in ``folder``.
 

@@ -14,7 +14,7 @@ from specrun.drafters.forced import ForcedDrafter
 from specrun.drafters.guard import GuardedDrafter
 from specrun.drafters.model import Reader
 from specrun.drafters.none import NoDrafter
-from specrun.errors import EngineError, SpecrunError
+from specrun.errors import EngineError, SpecrunError, UsageError
 from specrun.grammar import Grammar
 from specrun.judge import Judge
 from specrun.lane import Lane
@@ -22,6 +22,7 @@ from specrun.loop import Commit, DraftPlan, OnRound, Progress, Round, speculate
 from specrun.options import GenerateOptions
 from specrun.processors import Logits, Prefix
 from specrun.resources import Resources
+from specrun.response import ResponseReader
 from specrun.sampling import Sampler
 from specrun.schedule import Schedule
 from specrun.stats import Meter
@@ -82,7 +83,7 @@ class Request:
         stopping = self.stopping(resources, most)
         vocab_size = resources.manifest.target_engine.vocab_size
         length = len(progress.committed)
-        constraint = self._constraint(length, vocab_size)
+        constraint = self._constraint(progress.committed, resources)
         sampler = self._sampler(length, vocab_size, constraint)
         if not sampler.needs_logits and resources.options.fixed_width is None:
             meter.tie_below = resources.width_noise
@@ -100,11 +101,20 @@ class Request:
             drafter = ForcedDrafter(drafter, constraint)
         return speculate(progress, drafter, judge, stopping, plan, meter, self._watcher(), check)
 
-    def _constraint(self, prompt_length: int, vocab_size: int) -> Constraint | None:
+    def _constraint(self, prompt: Sequence[int], resources: Resources) -> Constraint | None:
+        """What the text behind ``prompt`` must be. Raises UsageError inside of a thought."""
         if self.grammar is None:
             return None
+        manifest = resources.manifest
+        reader = ResponseReader(resources.tokenizer, manifest.tokenizer.response, prompt)
+        if reader.channel == "thinking":
+            raise UsageError(
+                f"{self.grammar.name}: the prompt has begun a thought, which would have to follow"
+                " the grammar",
+                hint="give enable_thinking=False (--no-thinking), or a prompt that ends it",
+            )
         ends = self.options.eos_token_ids or ()
-        return self.grammar.constraint(prompt_length, ends, vocab_size)
+        return self.grammar.constraint(len(prompt), ends, manifest.target_engine.vocab_size)
 
     def _sampler(
         self, prompt_length: int, vocab_size: int, constraint: Constraint | None

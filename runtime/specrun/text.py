@@ -18,6 +18,7 @@ import tokenizers
 from specrun.errors import EngineError, FolderError, UsageError
 from specrun.limits import MAX_TOKENIZER_BYTES
 from specrun.manifest import REEXPORT
+from specrun.reading import unicode_fault
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
@@ -265,13 +266,8 @@ def _panics_are(error: type[Exception], message: str) -> Iterator[None]:
 
 
 def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"prompt: not valid Unicode text: {error.reason} at {error.start}",
-            hint="give the prompt as UTF-8",
-        ) from error
+    if (fault := unicode_fault(text)) is not None:
+        raise UsageError(f"prompt: {fault}", hint="give the prompt as UTF-8")
 
 
 def _state(component: Any) -> Any:

@@ -6,6 +6,7 @@ What changes nothing here (``user``, ``metadata``) is taken and not looked at.
 
 from __future__ import annotations
 
+import abc
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -110,9 +111,9 @@ class Common(Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    @abc.abstractmethod
     def alternatives(self) -> int | None:
         """Log-probabilities that are reported beside each token's own; None: none at all."""
-        raise NotImplementedError
 
 
 class Completion(Common):
