@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from toys import Change, Toy, put
 
 import specrun
-from specrun import EngineError, FolderError, UsageError, chat
+from specrun import EngineError, FolderError, UsageError, chat, chat_limits
 from specrun.text import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -263,6 +264,13 @@ def test_a_template_that_is_stopped_stops_nothing_else() -> None:
         chat.render(HOSTILE["loops"], USER, {})
     assert sys.gettrace() is None
     assert chat.render("{{ messages[0].content }}", USER, {}) == before
+
+
+def test_waiting_is_no_work() -> None:
+    """A machine that is busy with other things stops no template."""
+    budget = chat_limits.Budget(0, 0.1)
+    time.sleep(0.2)
+    assert budget.tick()
 
 
 # The kinds of things that published templates do, and one of each for the rest of the sandbox.
