@@ -80,6 +80,14 @@ def commands(block: Block) -> list[Command]:
     return [Command(without_comment(line), output) for line, _, output in split]
 
 
+def inline_commands() -> Iterator[Command]:
+    """Command lines in running text and tables that generate from the bundled model."""
+    for document in documents():
+        prose = re.sub(r"```.*?```", "", read(document), flags=re.S)
+        for line in re.findall(r"`(specrun engines/ [^`]+)`", prose):
+            yield Command(line)
+
+
 def without_comment(line: str) -> str:
     """A line of shell up to its comment."""
     quoted = re.match(r"""(?:[^"'#]|"(?:\\.|[^"\\])*"|'[^']*'|(?<=\S)#)*""", line)

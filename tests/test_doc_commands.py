@@ -159,6 +159,13 @@ def test_commands_run(block: Block, work: Path) -> None:
             assert said == command.output, f"{block.where}: {command.text}"
 
 
+def test_commands_in_the_text_run(work: Path) -> None:
+    found = list(documents.inline_commands())
+    assert len(found) >= 2
+    for command in found:
+        assert run_shell(command, work).strip(), command.text
+
+
 @pytest.mark.parametrize("document", PYTHON)
 def test_python_runs(document: str, work: Path) -> None:
     """The blocks of a page one after the other, each with the names of those before.
