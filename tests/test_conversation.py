@@ -361,7 +361,7 @@ def test_what_a_chat_refuses(open_toy: OpenToy) -> None:
     bare: tuple[Any, ...] = ({"role": "user"}, {"role": "user", "content": 1}, b"1", None, 5)
     for message in ([], [{"content": "1"}], [1], {"role": 1}, *bare):
         with pytest.raises(UsageError, match=r"^message: "):
-            chat.ask(message)  # type: ignore[arg-type]
+            chat.ask(message)
     with pytest.raises(UsageError, match=r"^message: must be a text .* got {'role': 'user'}"):
         chat.messages = [{"role": "user"}]
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}

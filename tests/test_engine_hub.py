@@ -6,9 +6,9 @@ The server speaks the hub's API on loopback (`loopback_hub`); nothing leaves thi
 from __future__ import annotations
 
 import importlib.util
-import re
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,10 +131,10 @@ def test_paths_stay_paths(path: str) -> None:
     ],
 )
 def test_what_is_meant_as_an_address(given: str, told: str) -> None:
-    """As a path of the command line, too."""
+    """As a path, which has fewer slashes."""
     says = f"{told}: no address of a model on the hub, and no folder"
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
-        specrun.load(given)
+        specrun.load(Path(given))
     assert caught.value.hint == engine_hub.FORM
     result = call("inspect", given)
     assert (result.exit_code, result.stderr) == (2, f"Error: {says}\nhint: {engine_hub.FORM}\n")

@@ -309,9 +309,9 @@ class _Lines:
         if not data:
             return None
         if len(data) > MAX_LINE and not data.endswith(b"\n"):
-            while data and not data.endswith(b"\n"):
-                last, data = data[-2:], source.readline(MAX_LINE)
-            goes_on = (last + data).rstrip(b"\r\n").endswith(b"\\")
+            while rest := b"" if data.endswith(b"\n") else source.readline(MAX_LINE):
+                data = data[-2:] + rest
+            goes_on = data.rstrip(b"\r\n").endswith(b"\\")
             why = f"has more than {MAX_LINE} bytes"
             return self._refused(why, "part the text", "\\" if goes_on else "")
         data = data.rstrip(b"\r\n")
