@@ -106,14 +106,18 @@ def test_a_report_that_was_interrupted_and_an_old_one(report: BenchReport) -> No
     }
 
 
+NO_REPORT = "is no report of specrun bench"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "is no report of specrun bench"),
-        ("{}", "is no report of specrun bench"),
-        ('{"machine": 3}', "is no report of specrun bench"),
-        ('{"text": "x", "stats": {}}', "is no report of specrun bench"),
+        ("[]", f"{NO_REPORT}: there are no workloads in it$"),
+        ("{}", f"{NO_REPORT}: there are no workloads in it$"),
+        ('{"machine": {"cpu": "x"}, "text": "x"}', f"{NO_REPORT}: there are no workloads in it$"),
+        ('{"workloads": [], "machine": {}}', f"{NO_REPORT}: it has no read_bandwidth$"),
+        ('{"workloads": [], "machine": 3}', f"{NO_REPORT}: a list, an object or a number"),
     ],
 )
 def test_files_that_are_no_reports(tmp_path: Path, text: str, says: str) -> None:

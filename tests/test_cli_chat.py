@@ -43,7 +43,7 @@ def test_a_piped_conversation(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     lines = [
         *("12", "", "/system 7", "3\\", "4", "/undo", "/method draft", "/method prompt-lookup 3"),
-        *("/method", "5", f"/save {file}", "/stats", "/reset", "/system", "6", "/quit", "7"),
+        *("/method", "5", f"/save {file}", "/stats", "/reset", "/system off", "6", "/quit", "7"),
     ]
     result = call(folder, "\n".join(lines[:5]) + "\n", "-n", 3)
     assert (result.exit_code, result.stdout) == (0, "123\n123\n")
@@ -79,19 +79,75 @@ CUT = "(cut: there is more to say; see --max-new-tokens and --max-context)"
         ("/stats", "/stats: there is no answer yet"),
         ("/method magic", "--method: must be one of auto, plain"),
         ("/method mtp", "--method: 'mtp' needs"),
-        ("/method plain x", "/method: K must be a number, got 'x'"),
+        ("/method plain x", "/method: K must be a whole number of at least 0, got 'x'"),
+        ("/method prompt-lookup -1", "/method: K must be a whole number of at least 0, got '-1'"),
+        ("/undo 3", "/undo: takes nothing behind it, got '3'"),
+        ("/reset x", "/reset: takes nothing behind it, got 'x'"),
+        ("/stats x", "/stats: takes nothing behind it, got 'x'"),
+        ("/help me", "/help: takes nothing behind it, got 'me'"),
         ("/think", "/think: must be on, off or auto, got ''"),
         ("/think on", "--thinking: the chat template cannot turn thinking on or off"),
         ("/save", "/save: needs the name of a file"),
         ("/save /nowhere/at/all", "/save: /nowhere/at/all: No such file"),
-        ("1" * (1 << 20), "a line of more than 1048576 characters"),
     ],
 )
 def test_what_lines_refuse(folder: Path, line: str, says: str) -> None:
-    """In a script the first error ends it."""
-    result = call(folder, f"{line}x\n1\n" if len(line) > 99 else f"{line}\n1\n")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"Error: {says}")
+    """In a script the next lines are asked nevertheless."""
+    result = call(folder, f"\n{line}\n1\n", "-n", 3)
+    assert (result.exit_code, result.stdout) == (2, "123\n")
+    assert result.stderr.startswith(f"Error: line 2: {says}")
+    assert result.stderr.endswith(f"\n{CUT}\n")
+
+
+MOST = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (b"caf\xe9\n", "line 1 is not UTF-8"),
+        (b"1\\\ncaf\xe9\\\nmore\n", "line 2 is not UTF-8"),
+        (b"1" * (MOST + 1) + b"\n", "line 1 has more than 1048576 bytes"),
+        (b"1" * (3 * MOST) + b"\\\nmore\n", "line 1 has more than 1048576 bytes"),
+    ],
+)
+def test_lines_that_cannot_be_read(folder: Path, lines: bytes, says: str) -> None:
+    """Nor is any of the text that they are part of asked."""
+    given = ["chat", str(folder), "-n", "3"]
+    result = CliRunner().invoke(main, given, input=lines + b"1\r\n")
+    assert (result.exit_code, result.stdout) == (2, "123\n")
+    assert [line for line in result.stderr.splitlines() if "hint" not in line] == [
+        f"Error: {says}",
+        CUT,
+    ]
+
+
+def test_the_first_failure_of_a_script_makes_its_status(folder: Path) -> None:
+    """A text that is too long for the context is no error of usage."""
+    long = "1" * 1024
+    for lines, status in ((f"{long}\n/foo\n", 1), (f"/foo\n{long}\n", 2)):
+        result = call(folder, lines)
+        assert (result.exit_code, result.stdout) == (status, "")
+        errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+        assert [error.split(":")[1] for error in errors] == [" line 1", " line 2"]
+
+
+def test_the_longest_line(folder: Path) -> None:
+    result = call(folder, "/system " + "1" * (MOST - 8) + "\n/system off\n")
+    said = ["system message set", "no system message"]
+    assert (result.exit_code, result.stderr.splitlines()) == (0, said)
+
+
+def test_what_is_set(folder: Path) -> None:
+    lines = ["/method", "/system", "/system say 1", "/system", "/system off", "/system"]
+    result = call(folder, "\n".join(lines))
+    assert (result.exit_code, result.stderr.splitlines()) == (
+        0,
+        [
+            *("method auto (prompt-lookup)", "no system message", "system message set"),
+            *("system message: say 1", "no system message", "no system message"),
+        ],
+    )
 
 
 def test_options_of_the_command(folder: Path, toy_folder: ToyFolder) -> None:
@@ -99,11 +155,12 @@ def test_options_of_the_command(folder: Path, toy_folder: ToyFolder) -> None:
     assert result.stdout == "12\n"
     assert "plain (plain) on CPUExecutionProvider" in result.stderr
     assert "5 prompt, 2 new" in " ".join(result.stderr.split())  # <s> 5 <e> 1 <e>
-    refused = {"--logprobs": "--logprobs: a chat does not", "-n": "--max-new-tokens: must be"}
-    for flag, says in refused.items():
-        result = call(folder, "1\n", flag, -1)
-        assert result.exit_code == 2
-        assert result.stderr.startswith(f"Error: {says}")
+    result = call(folder, "1\n", "-n", -1)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --max-new-tokens: must be")
+    result = call(folder, "1\n", "--logprobs", 1)  # which a chat does not show
+    assert result.exit_code == 2
+    assert "No such option" in result.stderr and "--logprobs" in result.stderr
     result = call(toy_folder(Toy()), "1\n")
     assert result.exit_code == 2
     assert "a chat needs a chat template, this folder has none" in result.stderr
@@ -179,7 +236,7 @@ def test_on_a_terminal_errors_and_ctrl_c_end_nothing(
     said = result.stderr.splitlines()
     assert said[:3] == [HOW, "Error: /bogus: no such command", said[2]]
     assert said[3:5] == ["", HOW]
-    assert "Error: enable_thinking: the chat template cannot turn thinking on or off" in said[6]
+    assert "Error: --thinking: the chat template cannot turn thinking on or off" in said[6]
     assert "do not fit into the context" in said[8]
     assert said[9] == "hint: take turns back with /undo, or /reset the chat"
 

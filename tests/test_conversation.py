@@ -358,9 +358,16 @@ def test_what_a_chat_refuses(open_toy: OpenToy) -> None:
     with pytest.raises(UsageError, match="a chat needs a chat template, this folder has none"):
         open_toy(Toy()).chat()
     chat = open_toy(TOY).chat()
-    for message in ([], [{"content": "1"}], [1], {"role": 1}):
+    bare: tuple[Any, ...] = ({"role": "user"}, {"role": "user", "content": 1}, b"1", None, 5)
+    for message in ([], [{"content": "1"}], [1], {"role": 1}, *bare):
         with pytest.raises(UsageError, match=r"^message: "):
-            chat.ask(message)  # type: ignore[arg-type]
+            chat.ask(message)
+    with pytest.raises(UsageError, match=r"^message: must be a text .* got {'role': 'user'}"):
+        chat.messages = [{"role": "user"}]
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    chat.messages = [called]
+    assert chat.messages == [called]
+    chat.messages = []
     with pytest.raises(UsageError, match="undo: the chat has no turn to take back"):
         chat.undo()
     with pytest.raises(UsageError, match="raw: got True for a chat"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,13 +113,40 @@ def test_addresses_that_are_none(text: str) -> None:
     assert caught.value.hint == engine_hub.FORM
 
 
-@pytest.mark.parametrize(
-    "path", ["engines", "./hf:/org/name", "/hf://x/y", "https://x/y", "hf:x/y"]
-)
+@pytest.mark.parametrize("path", ["engines", "./hf:/org/name", "/hf://x/y", "ftp://x/y", "hf/x/y"])
 def test_paths_stay_paths(path: str) -> None:
     assert not engine_hub.is_address(path)
     with pytest.raises(FolderError, match="no such folder"):
         specrun.load(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("hf://", "hf://"),
+        ("HF://org/x", "HF://org/x"),
+        ("hf:org/x", "hf:org/x"),
+        ("https://host/org/x", "https://host/org/x"),
+        ("http://host", "http://host"),
+    ],
+)
+def test_what_is_meant_as_an_address(given: str, told: str) -> None:
+    """As a path, which has fewer slashes."""
+    says = f"{told}: no address of a model on the hub, and no folder"
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        specrun.load(Path(given))
+    assert caught.value.hint == engine_hub.FORM
+    result = call("inspect", given)
+    assert (result.exit_code, result.stderr) == (2, f"Error: {says}\nhint: {engine_hub.FORM}\n")
+
+
+def test_a_folder_named_like_an_address(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.rename(tmp_path / "hf:x")
+    monkeypatch.chdir(tmp_path)
+    with specrun.load("hf:x") as engine:
+        assert engine.generate([1], max_new_tokens=1).tokens
 
 
 # Up and down.
@@ -302,7 +330,7 @@ def test_no_room(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_the_client_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused("hf://org/toy", "needs the package huggingface_hub", 'pip install ".[hub]"')
+    refused("hf://org/toy", "needs the package huggingface_hub", "pip install 'specrun[hub]', or")
 
 
 # Links of the cache.

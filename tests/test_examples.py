@@ -66,6 +66,12 @@ def test_the_embedded_app_has_ten_lines_and_runs(folder: Path, engine: specrun.E
     assert said == f"{result.text}\n[{len(result.tokens)} tokens in {runs} runs of the target]\n"
 
 
+def test_the_embedded_app_says_how_it_is_called() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run("embedded.py")
+    assert caught.value.stderr.startswith("usage: embedded.py FOLDER PROMPT\n\nTen lines")
+
+
 def test_the_assistant_remembers_and_takes_back(folder: Path, engine: specrun.Engine) -> None:
     asked = [PSALM, "Explain Dictionaries.", "/undo", "Read Genesis 6.", "/undo", "/undo", "/undo"]
     said = run(

@@ -255,7 +255,7 @@ def test_inspect(exported_pair: ExportedPair, pair: Pair) -> None:
     values = {name.strip(): value.strip() for name, value in lines.items()}
     assert values["target"] == "gemma4-e2b (Gemma4ForCausalLM)"
     assert values["method mtp-drafter"] == (
-        "assistant-plain, starts with 4 drafts (heuristic_transient), drafts up to 8 tokens"
+        "assistant-plain, starts with 4 drafts (heuristic-transient), drafts up to 8 tokens"
     )
     assert values["engine mtp_drafter"].startswith("mtp_drafter.onnx, fp32")
     data: dict[str, Any] = json.loads(call("inspect", made.folder, "--json").stdout)

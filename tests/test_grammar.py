@@ -191,6 +191,37 @@ def test_what_the_library_refuses(option: str, given: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "given", "says", "hint"),
+    [
+        ("json_schema", {"not": {}}, 'Unimplemented keys: ["not"]', "leave it out or write it"),
+        ("json_schema", {"format": "x", "type": "string"}, "Unknown format: x", "leave it out or"),
+        (
+            "json_schema",
+            {"pattern": "(?=a)", "type": "string"},
+            "look-around, including look-ahead and look-behind, is not supported",
+            "leave it out or",
+        ),
+        ("json_schema", {"type": "foo"}, "Invalid type: foo", "check the schema"),
+        (
+            "json_schema",
+            {"type": "integer", "minimum": 5, "maximum": 1},
+            "Unsatisfiable schema: minimum (5) is greater than maximum (1)",
+            "check the schema",
+        ),
+        ("regex", "(", "unclosed group", "the syntax is that of Rust's"),
+        ("regex", "a$b", "lookarounds not supported yet; End", "the syntax is that of Rust's"),
+        ("grammar", "start: foo", 'at 1(8): unknown name: "foo" 1 | start: foo ^', "give rules"),
+    ],
+)
+def test_the_way_out(option: str, given: Any, says: str, hint: str) -> None:
+    """The keyword is to be left out where it is known and not supported, and nowhere else."""
+    with pytest.raises(UsageError) as caught:
+        constrain(**{option: given})
+    assert str(caught.value).startswith(f"{option}: {says}, got ")
+    assert str(caught.value.hint).startswith(hint)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"regex": "((([a-z]+d?){50}){50}){50}"},
@@ -404,7 +435,8 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specrun.grammar.PACKAGE", "llguidance_that_is_not_there")
     with pytest.raises(UsageError, match="needs llguidance_that_is_not_there, not") as caught:
         Vocabulary(BYTES)
-    assert caught.value.hint == 'pip install "specrun[structured]"'
+    installs = "pip install 'specrun[structured]', or '.[structured]' in a checkout"
+    assert caught.value.hint == installs
 
 
 def test_long_texts_keep_few_masks() -> None:

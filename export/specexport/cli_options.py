@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import click
 
-from specrun.errors import UsageError
+from specrun.errors import UsageError, install
 from specrun.manifest import Precision
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def check_installed() -> None:
 
         raise ExportError(
             f"exporting needs {', '.join(missing)}, not installed here",
-            hint='pip install ".[export]"; running an engine folder needs none of them',
+            hint=f"{install('export')}; running an engine folder needs none of them",
         )
 
 

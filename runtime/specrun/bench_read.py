@@ -41,10 +41,15 @@ def read(path: str | Path) -> BenchReport:
 
 def report(data: object) -> BenchReport:
     """The inverse of :meth:`BenchReport.as_dict`. Raises DecodeError for anything else."""
+    if not isinstance(data, dict) or "workloads" not in data:
+        raise DecodeError("is no report of specrun bench: there are no workloads in it")
     try:
         return decode(BenchReport, _report(data))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DecodeError(f"is no report of specrun bench ({error!r})") from error
+    except KeyError as error:
+        raise DecodeError(f"is no report of specrun bench: it has no {error.args[0]}") from error
+    except (TypeError, AttributeError) as error:
+        reason = "a list, an object or a number stands where another is expected"
+        raise DecodeError(f"is no report of specrun bench: {reason}") from error
 
 
 def _report(data: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from specrun.cli_options import (
     opening_options,
 )
 from specrun.cli_serve import serve
-from specrun.cli_stats import options_line, stats_table, table
+from specrun.cli_stats import sampling, stats_lines, table
 from specrun.cli_trace import ALTERNATIVES, Tracing, trace_option
 from specrun.cli_tune import tune
 from specrun.errors import UsageError
@@ -158,10 +158,10 @@ def run(
             elif reader is None:
                 click.echo()
     if stats:
-        click.echo(stats_table(result.stats), err=True)
-        click.echo(options_line(result.options), err=True)
+        told = {**stats_lines(result.stats), "sampling": sampling(result.options)}
         if auto:
-            click.echo(table({"step costs": not_tuned or "as measured by specrun tune"}), err=True)
+            told["step costs"] = not_tuned or "as measured by specrun tune"
+        click.echo(table(told), err=True)
     if interrupted:
         raise KeyboardInterrupt
 

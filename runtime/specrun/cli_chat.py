@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from specrun.cli_answer import AnswerWriter
-from specrun.cli_errors import reports_errors
+from specrun.cli_errors import reports_errors, with_flags
 from specrun.cli_folder import located
-from specrun.cli_options import (
-    engine_options,
-    generate_options,
-    generation_options,
-    opening_options,
-)
+from specrun.cli_options import chat_options, engine_options, generate_options, opening_options
 from specrun.cli_stats import stats_table
 from specrun.errors import ContextFull, SpecrunError, UsageError
 from specrun.options import Method
@@ -33,10 +28,11 @@ if TYPE_CHECKING:
 
 PROMPT, MORE = "> ", ". "
 HOW_TO_LEAVE = "(Ctrl-D or /quit to leave, /help for what else there is)"
-MAX_LINE = 1 << 20  # characters
+MAX_LINE = 1 << 20  # bytes
+NOT_UTF8 = "is not UTF-8"
 COMMANDS = {
-    "/system [TEXT]": "say how to answer from now on; without TEXT: no system message",
-    "/method NAME [K]": "what drafts (see --method), and how many tokens",
+    "/system [TEXT]": "say how to answer from now on; off: no system message; alone: show it",
+    "/method [NAME [K]]": "what drafts (see --method), and how many tokens; alone: show it",
     "/think on|off|auto": "whether a thought comes first, where the template knows that",
     "/undo": "take back the last turn",
     "/reset": "forget the whole conversation",
@@ -45,11 +41,13 @@ COMMANDS = {
     "/help": "this",
     "/quit": "leave, as Ctrl-D does",
 }
+OFF = "off"
+ALONE = ("/undo", "/reset", "/stats", "/help")  # take nothing behind them
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@generation_options
+@chat_options
 @engine_options
 @click.option("--stats", is_flag=True, help="Write statistics to stderr after every answer.")
 @click.option("-q", "--quiet", is_flag=True, help="No thoughts and no warnings on stderr.")
@@ -59,6 +57,8 @@ def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
 
     A line that ends with a backslash goes on in the next one. Ctrl-C stops an answer, Ctrl-D
     leaves. Thoughts, where the model marks them, go to stderr. /help shows the commands.
+    Without a terminal a line that fails is reported and the next one asked; the first failure
+    makes the exit status.
 
     \b
     Examples:
@@ -66,8 +66,6 @@ def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
       specrun chat engines/ --system "Answer in one sentence." --method prompt-lookup -k 8
       printf 'Hello\\nAnd now in French\\n' | specrun chat engines/ -n 64
     """
-    if given["logprobs"] is not None:
-        raise UsageError("--logprobs: a chat does not show them", hint="use specrun run --json")
     opening = opening_options(given)
     options = generate_options({**given, "prompt_file": "-"})
     folder = located(folder, quiet=quiet)
@@ -79,7 +77,9 @@ def chat(folder: Path, stats: bool, quiet: bool, **given: Any) -> None:
 
     with specrun.load(folder, options=opening) as engine, engine.chat(options=options) as talk:
         on_terminal = sys.stdin.isatty()
-        Conversation(talk, _Lines(on_terminal), stats=stats, quiet=quiet).run()
+        status = Conversation(talk, _Lines(on_terminal), stats=stats, quiet=quiet).run()
+    if status:
+        raise SystemExit(status)
 
 
 class Conversation:
@@ -102,26 +102,34 @@ class Conversation:
             "/help": self._help,
         }
 
-    def run(self) -> None:
-        """Until the input ends. Without a terminal the first error ends it, as in a script."""
+    def run(self) -> int:
+        """Until the input ends. Returns the exit status: that of the first line that failed where
+        there is no terminal, else 0."""
         if self._lines.on_terminal:
             _say(HOW_TO_LEAVE)
-        while (line := self._lines.read()) is not None:
-            text = line.strip()
-            if text in ("/quit", "/exit"):
-                return
-            if not text:
-                continue
+        status = 0
+        while True:
             try:
-                self._do(text)
+                line = self._lines.read()
+                if line is None or (text := line.strip()) in ("/quit", "/exit"):
+                    return status
+                if text:
+                    self._do(text)
             except SpecrunError as error:
+                self._report(error)
                 if not self._lines.on_terminal:
-                    raise
-                full = isinstance(error, ContextFull)
-                hint = "take turns back with /undo, or /reset the chat" if full else error.hint
-                _say(f"Error: {error}")
-                if hint:
-                    _say(f"hint: {hint}")
+                    status = status or (2 if isinstance(error, UsageError) else 1)
+
+    def _report(self, error: SpecrunError) -> None:
+        """With the number of the line, where nobody saw it typed."""
+        full = isinstance(error, ContextFull)
+        hint = "take turns back with /undo, or /reset the chat" if full else error.hint
+        request = full or isinstance(error, UsageError)
+        told = self._lines.on_terminal or isinstance(error, LineError)
+        where = "" if told else f"line {self._lines.first}: "
+        _say(f"Error: {where}{with_flags(str(error), request=request)}")
+        if hint:
+            _say(f"hint: {with_flags(hint, request=request)}")
 
     def _do(self, text: str) -> None:
         if not text.startswith("/"):
@@ -133,7 +141,10 @@ class Conversation:
             raise UsageError(
                 f"{name}: no such command", hint="/help shows them; a space before the / is text"
             )
-        command(rest.strip())
+        rest = rest.strip()
+        if rest and name in ALONE:
+            raise UsageError(f"{name}: takes nothing behind it, got {rest!r}", hint=name)
+        command(rest)
 
     def _answer(self, text: str) -> None:
         """Write the answer while it comes. Ctrl-C ends it, and only it."""
@@ -161,18 +172,27 @@ class Conversation:
             _say(f"warning: {message}")
 
     def _system(self, text: str) -> None:
-        self._chat.system = text or None
-        _say("system message set" if text else "no system message")
+        if text:
+            self._chat.system = None if text == OFF else text
+            _say("no system message" if text == OFF else "system message set")
+            return
+        system = self._chat.system
+        _say("no system message" if system is None else f"system message: {system}")
 
     def _method(self, text: str) -> None:
         name, _, count = text.partition(" ")
         if not name:
             options = self._chat.options
             drafts = options.num_assistant_tokens
-            _say(f"method {options.method}" + ("" if drafts is None else f" {drafts}"))
+            auto = f" ({self._chat.method})" if options.method == "auto" else ""
+            _say(f"method {options.method}{auto}" + ("" if drafts is None else f" {drafts}"))
             return
-        if count and not count.strip().isdecimal():
-            raise UsageError(f"/method: K must be a number, got {count!r}", hint="for example 4")
+        count = count.strip()
+        if count and not count.isdecimal():
+            raise UsageError(
+                f"/method: K must be a whole number of at least 0, got {count!r}",
+                hint="for example 4",
+            )
         changed = dataclasses.replace(
             self._chat.options,
             method=cast(Method, name),  # which the options check
@@ -219,8 +239,19 @@ class Conversation:
         _say("\n".join(f"{name:<{width}}  {what}" for name, what in COMMANDS.items()))
 
 
+class LineError(UsageError):
+    """A line that cannot be read."""
+
+
 class _Lines:
-    """Lines of the input, with a prompt and editing where it is a terminal."""
+    """Lines of the input, with a prompt and editing where it is a terminal.
+
+    ``first``: number of the line that the last text began with, from 1.
+    """
+
+    first = 0
+    _number = 0  # lines read
+    _fault: LineError | None = None  # the first of the text that is being read
 
     def __init__(self, on_terminal: bool) -> None:
         self.on_terminal = on_terminal
@@ -229,8 +260,12 @@ class _Lines:
                 import readline  # noqa: F401
 
     def read(self) -> str | None:
-        """The next line, joined with those that it goes on in; None at the end."""
+        """The next line, joined with those that it goes on in; None at the end.
+
+        Raises LineError behind the last of them, where one is too long or not UTF-8.
+        """
         parts: list[str] = []
+        self.first, self._fault = self._number + 1, None
         while True:
             try:
                 line = self._line(MORE if parts else PROMPT)
@@ -238,29 +273,59 @@ class _Lines:
                 if not self.on_terminal:
                     raise
                 _say(f"\n{HOW_TO_LEAVE}")
-                parts = []
+                parts, self._fault = [], None
                 continue
+            self._number += 1
+            if line is None and self.on_terminal:
+                _say("")
+            if line is not None and line.endswith("\\"):
+                parts.append(line[:-1])
+                continue
+            if self._fault is not None:
+                raise self._fault
             if line is None:
-                if self.on_terminal:
-                    _say("")
                 return "\n".join(parts) if parts else None
-            if not line.endswith("\\"):
-                return "\n".join([*parts, line])
-            parts.append(line[:-1])
+            return "\n".join([*parts, line])
 
     def _line(self, prompt: str) -> str | None:
-        if self.on_terminal:
-            if not sys.stdout.isatty():  # answers go to a file, where prompts are not wanted
-                click.echo(prompt, nl=False, err=True)
-                prompt = ""
-            try:
-                return input(prompt)
-            except EOFError:
-                return None
-        data = sys.stdin.readline(MAX_LINE + 1)
-        if len(data) > MAX_LINE:
-            raise UsageError(f"a line of more than {MAX_LINE} characters", hint="part the text")
-        return data.removesuffix("\n") if data else None
+        if not self.on_terminal:
+            return self._piped()
+        if not sys.stdout.isatty():  # answers go to a file, where prompts are not wanted
+            click.echo(prompt, nl=False, err=True)
+            prompt = ""
+        try:
+            line = input(prompt)
+            line.encode("utf-8")  # what was no text came as halves of surrogate pairs
+        except EOFError:
+            return None
+        except UnicodeError:
+            return self._refused(NOT_UTF8, "type it anew")
+        return line
+
+    def _piped(self) -> str | None:
+        """A line as UTF-8, whatever the locale says. Of one too long only its end is kept."""
+        source = sys.stdin.buffer
+        data = source.readline(MAX_LINE + 1)
+        if not data:
+            return None
+        if len(data) > MAX_LINE and not data.endswith(b"\n"):
+            while rest := b"" if data.endswith(b"\n") else source.readline(MAX_LINE):
+                data = data[-2:] + rest
+            goes_on = data.rstrip(b"\r\n").endswith(b"\\")
+            why = f"has more than {MAX_LINE} bytes"
+            return self._refused(why, "part the text", "\\" if goes_on else "")
+        data = data.rstrip(b"\r\n")
+        try:
+            return data.decode("utf-8-sig" if self._number == 0 else "utf-8")
+        except UnicodeDecodeError:
+            line = data.decode("utf-8", "replace")
+            return self._refused(NOT_UTF8, "convert the input to UTF-8", line)
+
+    def _refused(self, why: str, hint: str, line: str = "") -> str:
+        """``line``, to be refused when the text is read to its end."""
+        which = "the line" if self.on_terminal else f"line {self._number + 1}"
+        self._fault = self._fault or LineError(f"{which} {why}", hint=hint)
+        return line
 
 
 def _say(text: str) -> None:

@@ -31,7 +31,7 @@ def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--device",
         default=ENGINE.device,
         show_default=True,
-        help="Where engines run: cpu, cuda and more; see the README.",
+        help="Where engines run: cpu, cuda and more; see docs/devices.md.",
     )
     return device(number(library(command)))
 

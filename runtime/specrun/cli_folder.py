@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from specrun.hub import download, is_address, parse
+from specrun.hub import check_path, download, is_address, parse
 
 
 def located(folder: Path, *, quiet: bool = False) -> Path:
@@ -16,6 +16,7 @@ def located(folder: Path, *, quiet: bool = False) -> Path:
 
     Which commit that is stands on stderr too, unless ``quiet``. Raises UsageError, FolderError.
     """
+    check_path(folder)
     if not is_address(folder):
         return folder
     if quiet or not sys.stderr.isatty():

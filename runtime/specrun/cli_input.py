@@ -10,12 +10,13 @@ from specrun.errors import UsageError
 from specrun.grammar_text import MAX_SCHEMA
 
 MAX_PROMPT_BYTES = 64 << 20
+FORMS = 'give a file, - for stdin, or the schema itself, which begins with "{"'
 MAX_GRAMMAR_BYTES = 4 * MAX_SCHEMA  # a character takes up to four
 
 
-def read_input(option: str, source: str, most: int, hint: str) -> str:
+def read_input(option: str, source: str, most: int, hint: str, *, absent: str | None = None) -> str:
     """The UTF-8 text of a file, or with - of stdin. Raises UsageError, with ``hint`` where it has
-    more than ``most`` bytes."""
+    more than ``most`` bytes, and with ``absent`` where it cannot be read."""
     try:
         if source == "-":
             data = sys.stdin.buffer.read(most + 1)
@@ -26,7 +27,7 @@ def read_input(option: str, source: str, most: int, hint: str) -> str:
             raise UsageError(f"{option}: {source}: more than {most} bytes", hint=hint)
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"{option}: {source}: {error.strerror}") from error
+        raise UsageError(f"{option}: {source}: {error.strerror}", hint=absent) from error
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{option}: {source}: not UTF-8 text at byte {error.start}",
@@ -48,5 +49,6 @@ def read_grammars(given: dict[str, Any]) -> dict[str, str | None]:
             found[name] = source
         else:
             hint = "no schema or grammar that large is read"
-            found[name] = read_input(option, source, MAX_GRAMMAR_BYTES, hint)
+            absent = FORMS if name == "json_schema" else "give a file with rules, or - for stdin"
+            found[name] = read_input(option, source, MAX_GRAMMAR_BYTES, hint, absent=absent)
     return found

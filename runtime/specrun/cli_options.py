@@ -52,23 +52,24 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         help="Text that must not come as its own tokens; repeatable.",
     )
-    logprobs = click.option(
-        "--logprobs",
-        type=int,
-        help="With --json or --trace: log-probabilities, and so many alternatives.",
-    )
     switch = click.option(
         "--sample/--greedy",
         "do_sample",
         default=None,
         help="Draw tokens, or take the most probable.  [default: the checkpoint's, or greedy]",
     )
-    for option in (logprobs, bias, words):
+    for option in (bias, words):
         command = option(command)
     for flag, kind, text in reversed(SAMPLING):
         command = click.option(flag, type=kind, help=text)(command)
     return switch(command)
 
+
+logprobs_option = click.option(
+    "--logprobs",
+    type=int,
+    help="With --json or --trace: log-probabilities, and so many alternatives.",
+)
 
 _SCHEMA = 'The text is JSON by this schema: a file, - for stdin, or the schema itself ("{...}").'
 _BIAS = "Add a number to the logit of a token id, for example 42:-100; repeatable."
@@ -143,6 +144,7 @@ _GENERATION: tuple[Decorator, ...] = (
         help="Most tokens to generate.  [default: the checkpoint's, or 256]",
     ),
     sampling_options,
+    logprobs_option,
     click.option(
         "--eos-token-id",
         type=int,
@@ -223,6 +225,11 @@ _ENGINE: tuple[Decorator, ...] = (
 def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of one generation; :func:`generate_options` takes them."""
     return _with(_GENERATION, command)
+
+
+def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a chat, which shows no log-probabilities."""
+    return _with(tuple(option for option in _GENERATION if option is not logprobs_option), command)
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 def stats_table(stats: Stats) -> str:
     """The statistics of a generation, for people."""
+    return table(stats_lines(stats))
+
+
+def stats_lines(stats: Stats) -> dict[str, str]:
+    """The same by title."""
     by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position) or "-"
     seconds = " ".join(f"{phase} {value:.3f}" for phase, value in stats.seconds.items())
     lossy = ", lossy" if stats.lossy else ""
@@ -35,10 +40,10 @@ def stats_table(stats: Stats) -> str:
     if stats.near_ties is not None:
         share = f"{stats.near_ties} of {stats.emitted} tokens"
         lines["near ties"] = f"{share} could be others in blocks of another width (see --exact)"
-    return table(lines)
+    return lines
 
 
-def options_line(options: GenerateOptions) -> str:
+def sampling(options: GenerateOptions) -> str:
     """The options of sampling that took effect, the checkpoint's own among them."""
     names = (*(flag[2:].replace("-", "_") for flag, _, _ in SAMPLING), "ensemble_weight")
     neutral = (None, 0, 1)
@@ -51,7 +56,7 @@ def options_line(options: GenerateOptions) -> str:
     if words := len(options.bad_words) + len(options.bad_words_ids or ()):
         shown.append(f"{words} bad words")
     sampled = "sampled" if options.do_sample else "greedy"
-    return table({"sampling": ", ".join([sampled, *shown])})
+    return ", ".join([sampled, *shown])
 
 
 def table(lines: dict[str, str]) -> str:

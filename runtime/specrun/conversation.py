@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specrun.cancel import CancelToken
@@ -27,6 +27,7 @@ from specrun.errors import UsageError
 from specrun.loop import OnRound
 from specrun.options import GenerateOptions, build
 from specrun.process import Closing
+from specrun.reading import shown
 from specrun.request import LogitsProcessors, OnWarning
 from specrun.response import Piece, ResponseReader
 from specrun.result import Result
@@ -97,6 +98,11 @@ class Chat(Closing):
         if options.system is not None:
             self.system = options.system
         self._options = dataclasses.replace(options, system=None)
+
+    @property
+    def method(self) -> str:
+        """What drafts, by ``options``: where that says auto, what auto is in this folder."""
+        return self._engine.resolve(self._options).method
 
     @property
     def system(self) -> str | None:
@@ -298,11 +304,23 @@ class ChatStream(Closing, Iterator[Piece]):
 
 
 def _messages(given: Message | Sequence[Message]) -> list[Message]:
-    found = [given] if isinstance(given, Mapping) else list(given)
+    single = isinstance(given, (Mapping, bytes)) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if single else list(given)
     for message in found:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        if not _is_message(message):
             raise UsageError(
-                f"message: must be a text or have a role and content, got {message!r}",
+                f"message: must be a text or have a role and content, got {shown(message)}",
                 hint='give for example {"role": "user", "content": "Hi"}',
             )
     return found
+
+
+def _is_message(message: object) -> bool:
+    """With a role, and content: a text, or parts and objects as some templates read them. A
+    message that calls tools, or brings what they gave, may have none."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    if content is None:
+        return bool(message.get("tool_calls") or message.get("tool_responses"))
+    return isinstance(content, (str, list, tuple, Mapping))

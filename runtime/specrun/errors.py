@@ -54,6 +54,11 @@ class QueueFull(SpecrunError):
         self.retry_after = retry_after
 
 
+def install(extra: str) -> str:
+    """The hint where a package of an ``extra`` is missing."""
+    return f"pip install 'specrun[{extra}]', or '.[{extra}]' in a checkout"
+
+
 def without_frames(error: E) -> E:
     """``error`` to be kept: its frames, and those of what it came from, would keep engines."""
     seen: BaseException | None = error

@@ -11,6 +11,7 @@ write blanks for ever, and most tokens of compact JSON follow from the schema al
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from typing import Any
 from specrun.constraint import Constraint, said
 from specrun.drafters.retokenize import spelled
 from specrun.drafters.vocabulary import Surfaces
-from specrun.errors import UsageError
+from specrun.errors import UsageError, install
 from specrun.grammar_text import GRAMMARS
 from specrun.options import GenerateOptions
 from specrun.reading import shown
@@ -52,7 +53,7 @@ class Vocabulary:
         if importlib.util.find_spec(PACKAGE) is None:
             raise UsageError(
                 f"structured output needs {PACKAGE}, not installed here",
-                hint='pip install "specrun[structured]"',
+                hint=install("structured"),
             )
         import llguidance
 
@@ -158,11 +159,32 @@ def _source(name: str, text: str) -> str:
 
 
 def _refused(name: str, text: str, reason: str) -> UsageError:
-    return UsageError(f"{name}: {said(reason)}, got {shown(text)}", hint=_HINTS[name])
+    hint = _HINTS[name]
+    if name == "json_schema" and _UNSUPPORTED.search(reason):
+        hint = _SUPPORTED
+    if name != "grammar":
+        reason = _of_pattern(reason)
+    return UsageError(f"{name}: {said(reason)}, got {shown(text)}", hint=hint)
 
 
+def _of_pattern(reason: str) -> str:
+    """Why a regular expression is refused, without the rule that the library makes of it and the
+    place in that; any other reason as it is."""
+    if (found := re.search(r"regex parse error:\n.*?^error: ([^\n]*)", reason, _LINES)) is not None:
+        return found[1]
+    if (found := re.search(r"\(in regex\): (.*?)(?: in regex /|\n)", reason, _LINES)) is not None:
+        return found[1]
+    return reason
+
+
+_LINES = re.DOTALL | re.MULTILINE
+_UNSUPPORTED = re.compile("Unimplemented|Unknown format|not supported")
+_SUPPORTED = (
+    "leave it out or write it otherwise;"
+    ' docs/generating.md says what is supported, under "Structured output"'
+)
 _HINTS = {
-    "json_schema": "leave the keyword out or write it otherwise; README.md says what is supported",
+    "json_schema": "check the schema",
     "regex": "the syntax is that of Rust's regex crate, without look-around and back-references",
     "grammar": "give rules in Lark's form, with a rule start",
 }

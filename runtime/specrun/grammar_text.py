@@ -81,4 +81,4 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-_HINT = 'give a JSON schema, for example {"type": "object"}, or True for any JSON'
+_HINT = 'give a JSON schema, for example {"type": "object"}, or {} for any JSON'

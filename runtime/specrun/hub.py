@@ -16,12 +16,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from specrun import limits
-from specrun.errors import FolderError, UsageError
+from specrun.errors import FolderError, UsageError, install
 from specrun.hub_errors import Words, check_space, explained
 
 MANIFEST = "manifest.json"  # as in specrun.manifest, which takes longer to import
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SCHEME = re.compile(r"hf:/{1,2}(?!/)")  # a Path of an address has one slash less
+_MEANT = re.compile(r"(?P<scheme>hf|https?):/{0,2}", re.IGNORECASE)
 _ADDRESS = re.compile(
     r"(?:models/)?(?P<repo>[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/@]+))?"  # some have a slash in them
@@ -90,7 +91,18 @@ def parse(folder: str | Path) -> Address:
 
 def located(folder: str | Path) -> Path:
     """The engine folder itself: a path as it is, of an address the snapshot, see `download`."""
+    check_path(folder)
     return download(parse(folder)).folder if is_address(folder) else Path(folder)
+
+
+def check_path(folder: str | Path) -> None:
+    """Raise UsageError for what was meant as an address, and is neither one nor a folder here."""
+    text = str(folder).replace("\\", "/")
+    if is_address(folder) or (found := _MEANT.match(text)) is None or Path(folder).exists():
+        return
+    if not (rest := text[found.end() :]) or text[found.end("scheme") + 1] == "/":
+        text = f"{found['scheme']}://{rest}"  # a Path of it has fewer slashes
+    raise UsageError(f"{text}: no address of a model on the hub, and no folder", hint=FORM)
 
 
 def download(address: Address) -> Snapshot:
@@ -118,7 +130,7 @@ def _check_installed(address: Address) -> None:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise FolderError(
             f"{address}: fetching it needs the package huggingface_hub, which is not installed",
-            hint='pip install ".[hub]", or fetch the folder otherwise and give its path',
+            hint=f"{install('hub')}; or fetch the folder otherwise and give its path",
         )
 
 

@@ -16,7 +16,7 @@ def lines(manifest: Manifest) -> dict[str, str]:
         "target": f"{manifest.target.id} ({manifest.target.architecture})",
         "vocabulary": f"{manifest.tokenizer.vocab_size} tokens",
         "chat template": manifest.tokenizer.chat_template or "-",
-        "answers": _answers(manifest.tokenizer.response),
+        **_answers(manifest.tokenizer.response),
         "end ids": " ".join(map(str, generation.eos_token_ids)) or "-",
         "max context": f"{generation.max_context} tokens",
         "generation": ", ".join(f"{k} {v}" for k, v in generation.defaults.items()) or "-",
@@ -25,7 +25,8 @@ def lines(manifest: Manifest) -> dict[str, str]:
         source = drafter.source.id if drafter.source is not None else "the target's own checkpoint"
         most = drafter.max_num_draft
         limit = f", drafts up to {most} tokens" if most is not None else ""
-        start = f", starts with {drafter.num_assistant_tokens} drafts ({drafter.schedule})"
+        schedule = drafter.schedule.replace("_", "-")  # as --schedule spells it
+        start = f", starts with {drafter.num_assistant_tokens} drafts ({schedule})"
         front = manifest.engines.get("front") if method == "early-exit" else None
         layers = f", first {front.split.early_exit} layers" if front and front.split else ""
         told[f"method {method}"] = f"{source}{layers}{start}{limit}"
@@ -52,15 +53,15 @@ def lines(manifest: Manifest) -> dict[str, str]:
     return told
 
 
-def _answers(response: ResponseFormat | None) -> str:
-    """How their parts are marked."""
+def _answers(response: ResponseFormat | None) -> dict[str, str]:
+    """How their parts are marked, where that is known."""
     regions = response.regions() if response is not None else {}
     told = [
         f"{channel.replace('_', ' ')} {region.starts[0]!r}"
         + (f" to {region.ends[0]!r}" if region.ends else "")
         for channel, region in regions.items()
     ]
-    return ", ".join(told) or "-"
+    return {"answers": ", ".join(told)} if told else {}
 
 
 def _engine(name: str, engine: EngineSpec) -> dict[str, str]:

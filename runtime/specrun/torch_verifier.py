@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from specrun.errors import EngineError
+from specrun.errors import EngineError, install
 from specrun.kv import KvBuffers
 from specrun.manifest import Manifest
 from specrun.memory import HOST
@@ -56,7 +56,7 @@ def load_model(
         lacking = ", ".join(missing) or "specexport"
         raise EngineError(
             f"verifying with PyTorch needs {lacking}, not installed here",
-            hint='pip install "specrun[torch]"',
+            hint=install("torch"),
         )
     module: Any = importlib.import_module(MODULE)
     return cast(TargetModel, module.load(manifest, folder, source, device=device))

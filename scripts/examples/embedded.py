@@ -7,6 +7,8 @@ import sys
 
 import specrun
 
+if len(sys.argv) != 3:
+    sys.exit(f"usage: embedded.py FOLDER PROMPT\n\n{__doc__}")
 folder, prompt = sys.argv[1:]
 with specrun.load(folder) as engine:
     with engine.stream(prompt, max_new_tokens=64) as stream:
