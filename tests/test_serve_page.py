@@ -54,6 +54,13 @@ def ask(page: Page, text: str = TEXT) -> None:
     page.wait_for_selector("#send:enabled")
 
 
+def sent(page: Page) -> list[Any]:
+    """What the page asks for from now on."""
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json))
+    return bodies
+
+
 def spans(page: Page) -> list[tuple[str, str]]:
     """Text and origin of the tokens of the last answer."""
     tokens = page.locator(".turn.assistant").last.locator(".token").all()
@@ -234,14 +241,15 @@ def test_what_is_wrong_is_shown(browser: Browser, served: Serving) -> None:
 def test_one_answer_does_not_fill_the_context(browser: Browser, tmp_path: Any) -> None:
     """What the page asks for by itself; the server's own limit, and a checkpoint's smaller one."""
     own = dataclasses.replace(TOY, defaults=(("max_new_tokens", 4),))
-    for place, (toy, options, wanted) in enumerate(
-        [(TOY, {}, 512), (TOY, {"max_new_tokens": 600}, 600), (own, {}, 4)]
-    ):
+    cases: list[tuple[Toy, dict[str, Any], int]] = [
+        (TOY, {}, 512),
+        (TOY, {"max_new_tokens": 600}, 600),
+        (own, {}, 4),
+    ]
+    for place, (toy, options, wanted) in enumerate(cases):
         with serving(tmp_path / str(place), toy, **options) as served, opened(browser) as page:
-            bodies: list[Any] = []
-            page.on("request", lambda request, to=bodies: to.append(request.post_data_json))
             page.goto(served.server.url)
-            bodies.clear()
+            bodies = sent(page)
             assert page.locator("#most").get_attribute("placeholder") == str(wanted)
             ask(page)
             assert bodies[0]["max_tokens"] == len(spans(page)) == wanted

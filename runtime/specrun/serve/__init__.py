@@ -42,9 +42,9 @@ def server_class() -> type[Server]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
-        missing = [name for name in PACKAGES if find_spec(name) is None] or [error.name]
+        missing = [name for name in PACKAGES if find_spec(name) is None] or [str(error.name)]
         raise UsageError(
-            f"serve: needs the extra 'serve'; not installed of it: {', '.join(map(str, missing))}",
+            f"serve: needs the extra 'serve'; not installed of it: {', '.join(missing)}",
             hint='pip install "specrun[serve]", or from a checkout: pip install ".[serve]"',
         ) from error
     return Server
