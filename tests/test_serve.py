@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from serving import MODEL, TOY, Serving, serving
 from toys import Toy
 
-from specrun import Result, Round
+from specrun import Result, Round, UsageError
 from specrun.origin import ORIGINS, origins
 from specrun.response_format import Region, ResponseFormat
+from specrun.serve.problems import of
 
 METHODS = ("plain", "prompt-lookup", "mtp-drafter", "draft")
 PROMPT = [1, 2, 3, 1, 2]
@@ -153,7 +154,7 @@ def test_stop(served: Serving, stop: Any, method: Any) -> None:
 def test_end_ids(tmp_path: Any) -> None:
     toy = dataclasses.replace(TOY, eos=(8,))
     with serving(tmp_path, toy) as served:
-        answer = served.chat(max_completion_tokens=50, max_tokens=2, logprobs=True)
+        answer = served.chat(max_completion_tokens=50, max_tokens=50, logprobs=True)
         wanted = alone(served, max_new_tokens=50, logprobs=0)
         choice = answer.choices[0]
         assert (choice.finish_reason, wanted.finish_reason) == ("stop", "eos")
@@ -519,13 +520,20 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": "1"}, "temperature", "valid number, got '1'"),
     ({"top_p": 0}, "top_p", "greater than 0"),
     ({"n": 0}, "n", "greater than or equal to 1"),
-    ({"n": 1000}, None, "1000 texts at once are more than the 4 that run and the 64 that wait"),
+    ({"n": 1000}, "n", "1000 texts at once are more than the 4 that run and the 64 that wait"),
     ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     ({"max_tokens": True}, "max_tokens", "valid integer"),
     ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
     ({"stop": [""]}, "stop", "must be strings that are not empty"),
     ({"stop": ["x"] * 99}, "stop", ""),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+    ({"top_logprobs": 2}, "top_logprobs", "wants logprobs to be true, got None"),
+    ({"top_logprobs": 0, "logprobs": False}, "top_logprobs", "to be true, got False"),
+    (
+        {"max_tokens": 3, "max_completion_tokens": 4},
+        "max_completion_tokens",
+        "another name of max_tokens, got 4 and 3",
+    ),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids numbers from -100 to 100, got 'x': 1"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
     ({"logit_bias": {"10": 1}}, "logit_bias", "must hold token ids below 10, got 10"),
@@ -537,7 +545,17 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
     ({"stream_options": {"x": 1}}, "stream_options.x", "no such field"),
     ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "no such field"),
-    ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking", "cannot turn"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        "chat_template_kwargs.enable_thinking",
+        "cannot turn",
+    ),
+    (
+        {"chat_template_kwargs": {"enable_thinking": "no"}},
+        "chat_template_kwargs.enable_thinking",
+        "valid boolean, got 'no'",
+    ),
+    ({"chat_template_kwargs": 1}, "chat_template_kwargs", "got 1"),
     ({"tools": [{"type": "function"}]}, "tools", "knows nothing of tools"),
     ({"tool_choice": "required"}, "tool_choice", "must be none or auto, got 'required'"),
     ({"response_format": {"type": "x"}}, "response_format", "json_object, or json_schema"),
@@ -561,6 +579,32 @@ def test_bad_input(
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param or "messages")
     assert message in error["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": None}])
+def test_a_completion_wants_a_prompt(served: Serving, fields: dict[str, Any]) -> None:
+    """An empty text is one, which the engine judges."""
+    answer = served.post("/v1/completions", **fields, max_tokens=1)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert answer.json()["error"]["message"].startswith("prompt: ")
+
+
+def test_a_template_that_refuses(tmp_path: Any) -> None:
+    """What it refuses is said, and nothing of options that only a command line has."""
+    refusing = "{{ raise_exception('roles are user and assistant') }}"
+    with serving(tmp_path, dataclasses.replace(TOY, chat_template=refusing)) as served:
+        error = served.post(messages=[{"role": "x", "content": "1"}]).json()["error"]
+    assert error["message"] == "the chat template refuses the prompt: roles are user and assistant"
+    assert error["param"] == "messages"
+
+
+def test_hints_of_the_command_line_are_left_out() -> None:
+    for hint, shown in (
+        ("give 2 or less, or export with a larger --num-draft", "x: y (hint: give 2 or less)"),
+        ("give a=False (--no-a), or a prompt that ends it", "x: y"),
+        ("give one, or none", "x: y (hint: give one, or none)"),
+    ):
+        assert of(UsageError("x: y", hint=hint), prompt="prompt").message == shown
 
 
 def test_errors_are_those_of_the_client(served: Serving) -> None:

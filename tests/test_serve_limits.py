@@ -108,6 +108,9 @@ def test_a_client_that_does_not_wait(tmp_path: Path, waits: bool) -> None:
                     model=MODEL, messages=messages, max_tokens=LONG, stream=waits and stream
                 )
         until(lambda: served.pool.waiting == 0 and served.pool.running == int(waits))
+        # It does not count as a fault of the server.
+        until(lambda: served.metric("specrun_responses_total", status="499") == 2)
+        assert served.metric("specrun_responses_total", status="503") == 0
         if first is not None:
             first.close()
             idle(served)
@@ -247,16 +250,30 @@ def test_pages_of_other_sites(tmp_path: Path) -> None:
         "access-control-request-headers": "authorization,content-type",
     }
     with serving(tmp_path / "a") as served:
-        assert (
-            "access-control-allow-origin" not in served.http.get("/health", headers=asked).headers
-        )
-        assert served.http.options("/v1/completions", headers=asked).status_code == 405
+        assert served.http.options("/v1/completions", headers=asked).status_code == 403
+        own = served.server.url
+        for given, status in {
+            "http://evil.example": 403, f"{own}1": 403, f"{own}/": 403, "null": 403, "": 403,
+            "http://localhost:1": 403, "http://": 403, "file://": 403,
+            own: 200, own.replace("http", "https").upper().replace("HTTPS", "https"): 200,
+        }.items():  # fmt: skip
+            body = {"prompt": "1", "max_tokens": 1}
+            answer = served.http.post("/v1/completions", json=body, headers={"origin": given})
+            assert answer.status_code == status, given
+            if status == 403:
+                error = answer.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert error["code"] == "wrong_origin" and repr(given) in error["message"]
+            assert "access-control-allow-origin" not in answer.headers
     with serving(tmp_path / "b", cors_origins=(origin,), api_key=KEY) as served:
         answer = httpx.options(served.server.url + "/v1/completions", headers=asked)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == origin
+        assert served.http.get("/v1/models", headers={"origin": origin}).status_code == 200
         other = httpx.get(served.server.url + "/health", headers={"origin": "https://evil.example"})
-        assert "access-control-allow-origin" not in other.headers
+        assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+    with serving(tmp_path / "c", cors_origins=("*",)) as served:
+        assert served.http.get("/health", headers={"origin": "null"}).status_code == 200
 
 
 # Faults.
@@ -412,8 +429,11 @@ def test_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = CliRunner().invoke(main, ["serve", str(folder)])
     assert result.exit_code == 2
-    assert "serve: needs a package that is not installed: uvicorn" in result.stderr
+    assert "serve: needs the extra 'serve'; not installed of it: uvicorn\n" in result.stderr
     assert 'hint: pip install "specrun[serve]"' in result.stderr
+    monkeypatch.setitem(sys.modules, "fastapi", None)  # all that is missing is named
+    result = CliRunner().invoke(main, ["serve", str(folder)])
+    assert "not installed of it: fastapi, uvicorn\n" in result.stderr
 
 
 def test_the_command_takes_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import time
@@ -17,7 +18,7 @@ from serving import LONG, TOY, Serving, serving, until
 from test_serve import THINKING
 from toys import Toy
 
-from specrun import Round
+from specrun import EngineError, Round
 from specrun.origin import origins
 from specrun.target import Target
 
@@ -51,6 +52,13 @@ def ask(page: Page, text: str = TEXT) -> None:
     page.locator("#prompt").fill(text)
     page.keyboard.press("Enter")
     page.wait_for_selector("#send:enabled")
+
+
+def sent(page: Page) -> list[Any]:
+    """What the page asks for from now on."""
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json))
+    return bodies
 
 
 def spans(page: Page) -> list[tuple[str, str]]:
@@ -228,6 +236,102 @@ def test_what_is_wrong_is_shown(browser: Browser, served: Serving) -> None:
         choose(page, k="2", most="3")
         ask(page)
         assert len(spans(page)) == 3
+
+
+def test_one_answer_does_not_fill_the_context(browser: Browser, tmp_path: Any) -> None:
+    """What the page asks for by itself; the server's own limit, and a checkpoint's smaller one."""
+    own = dataclasses.replace(TOY, defaults=(("max_new_tokens", 4),))
+    cases: list[tuple[Toy, dict[str, Any], int]] = [
+        (TOY, {}, 512),
+        (TOY, {"max_new_tokens": 600}, 600),
+        (own, {}, 4),
+    ]
+    for place, (toy, options, wanted) in enumerate(cases):
+        with serving(tmp_path / str(place), toy, **options) as served, opened(browser) as page:
+            page.goto(served.server.url)
+            bodies = sent(page)
+            assert page.locator("#most").get_attribute("placeholder") == str(wanted)
+            ask(page)
+            assert bodies[0]["max_tokens"] == len(spans(page)) == wanted
+            choose(page, most="0")  # cannot be meant
+            ask(page)
+            assert len(bodies) == 1 and page.evaluate("document.activeElement.id") == "most"
+            choose(page, most="2")
+            ask(page)
+            assert bodies[1]["max_tokens"] == len(spans(page)) == 2
+
+
+def test_a_conversation_that_is_too_long(browser: Browser, tmp_path: Any) -> None:
+    """Said in plain words; the question comes back, and a new chat answers it."""
+    bodies: list[Any] = []
+    toy = dataclasses.replace(TOY, max_context=40, draft=None)
+    with serving(tmp_path, toy) as served, opened(browser) as page:
+        page.goto(served.server.url)
+        page.on("request", lambda request: bodies.append(request.post_data_json))
+        ask(page, "12312")  # and its answer takes the rest
+        ask(page, "45")
+        assert page.get_by_role("alert").inner_text() == (
+            "This conversation is too long for the model. Press “New chat” to begin another one,"
+            " or send a shorter message. (prompt: 42 tokens do not fit into the context of 40"
+            " with a new one)"
+        )
+        assert page.locator("#prompt").input_value() == "45"
+        ask(page, "6")
+        assert [m["content"] for m in bodies[2]["messages"]][::2] == ["12312", "6"]
+        page.get_by_role("button", name="New chat").click()
+        assert page.locator("#prompt").input_value() == "6"
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".turn.assistant .stats")
+        assert bodies[3]["messages"] == [{"role": "user", "content": "6"}]
+        assert page.locator("#prompt").input_value() == ""
+
+
+def test_an_answer_that_breaks_off(
+    browser: Browser, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question comes back, and neither is part of the conversation."""
+    bodies: list[Any] = []
+    verify = Target.verify
+    count = [0]
+
+    def failing(self: Target, *arguments: Any, **named: Any) -> Any:
+        count[0] += 1
+        if count[0] > 3:
+            raise EngineError("it broke", hint="mend it")
+        return verify(self, *arguments, **named)
+
+    engine = {"verify": "engine"}
+    with serving(tmp_path, opening=engine) as served, opened(browser) as page:
+        page.goto(served.server.url)
+        page.on("request", lambda request: bodies.append(request.post_data_json))
+        choose(page, method="plain", most="9")
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "verify", failing)
+            ask(page, "123")
+        assert page.get_by_role("alert").inner_text() == "it broke (hint: mend it)"
+        assert len(spans(page)) > 0 and page.locator("#prompt").input_value() == "123"
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".turn.assistant .stats")
+        assert bodies[1]["messages"] == [{"role": "user", "content": "123"}]
+
+
+def test_blanks_at_the_ends_of_lines(browser: Browser, served: Serving) -> None:
+    """They are coloured inside of the text alone, wherever a line ends."""
+    with opened(browser, PHONE) as page:
+        page.goto(served.server.url)
+        choose(page, most="1")
+        ask(page)
+        beyond = page.evaluate(
+            """() => {
+              const text = document.querySelector(".turn.assistant .text");
+              for (let i = 0; i < 400; i++)
+                text.append(element("span", "token accepted", "w".repeat(i % 7 + 1) + " "));
+              const edge = text.getBoundingClientRect().right + 0.5;
+              const boxes = [...text.children].flatMap((token) => [...token.getClientRects()]);
+              return boxes.filter((box) => box.right > edge).length;
+            }"""
+        )
+        assert beyond == 0
 
 
 def test_text_is_no_markup(browser: Browser, served: Serving) -> None:

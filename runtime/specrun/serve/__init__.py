@@ -11,6 +11,7 @@ Needs the extra ``serve`` (FastAPI, uvicorn, prometheus_client); nothing of it i
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from specrun.errors import UsageError
@@ -41,8 +42,9 @@ def server_class() -> type[Server]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
+        missing = [name for name in PACKAGES if find_spec(name) is None] or [str(error.name)]
         raise UsageError(
-            f"serve: needs a package that is not installed: {error.name}",
+            f"serve: needs the extra 'serve'; not installed of it: {', '.join(missing)}",
             hint='pip install "specrun[serve]", or from a checkout: pip install ".[serve]"',
         ) from error
     return Server

@@ -155,7 +155,7 @@ def _structure(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def prompts(body: Completion) -> list[str] | list[list[int]]:
     """The prompts of a completion, each a text or ids."""
-    prompt: Any = "" if body.prompt is None else body.prompt
+    prompt: Any = body.prompt
     if not isinstance(prompt, str) and not prompt:
         raise invalid("prompt: must not be an empty list", "prompt")
     one = isinstance(prompt, str) or isinstance(prompt[0], int)

@@ -38,6 +38,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
 }
 
+# Fields in fields, which errors name whole.
+NESTED = {
+    "stream_options.include_usage", "stream_options.include_obfuscation",
+    "chat_template_kwargs.enable_thinking",
+}  # fmt: skip
+
 Whole = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -110,6 +116,9 @@ class Common(Strict):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def check(self) -> None:
+        """Raise Problem where fields, each of which is right, do not go together."""
+
     @property
     @abc.abstractmethod
     def alternatives(self) -> int | None:
@@ -119,7 +128,7 @@ class Common(Strict):
 class Completion(Common):
     """Of ``/v1/completions``: the prompts are taken as they are, without the chat template."""
 
-    prompt: str | list[str] | list[Whole] | list[list[Whole]] | None = None
+    prompt: str | list[str] | list[Whole] | list[list[Whole]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
@@ -145,9 +154,23 @@ class Chat(Common):
     tool_choice: Any = None
     chat_template_kwargs: TemplateKwargs | None = None
 
+    def check(self) -> None:
+        """See the base."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid(
+                f"top_logprobs: wants logprobs to be true, got {shown(self.logprobs)}",
+                "top_logprobs",
+            )
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise invalid(
+                f"max_completion_tokens: is another name of max_tokens, got {new} and {old}",
+                "max_completion_tokens",
+            )
+
     @property
     def most_tokens(self) -> int | None:
-        """See the base; the newer name counts before the older one."""
+        """See the base."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
@@ -180,9 +203,11 @@ def parse(kind: type[Body], data: bytes) -> Body:
                 f"{name}: not supported, got {shown(value)}", name, "unsupported_parameter"
             )
     try:
-        return kind.model_validate(kept)
+        body = kind.model_validate(kept)
     except ValidationError as error:
         raise _invalid(error) from error
+    body.check()
+    return body
 
 
 def _invalid(error: ValidationError) -> Exception:
@@ -192,6 +217,7 @@ def _invalid(error: ValidationError) -> Exception:
     if first["type"] == "extra_forbidden":
         name = ".".join(place)
         return invalid(f"{name}: there is no such field", name, "unknown_parameter")
-    name = place[0] if place else "body"
+    inner = ".".join(place[:2])
+    name = inner if inner in NESTED else place[0] if place else "body"
     given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
     return invalid(f"{name}: {first['msg']}{given}", name)

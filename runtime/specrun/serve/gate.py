@@ -18,6 +18,8 @@ BODY_SECONDS = 60.0  # that a body may take to come
 DRAINED = 8  # times the limit: so much of a body that is too long is read, so that its sender
 # sees the answer and not a broken connection
 
+LEFT = 499  # the status that counts where the client left before its answer began
+
 Count = Callable[[str, int], None]
 
 
@@ -25,7 +27,8 @@ class Gate:
     """Around the app: refuses who has no key, and counts answers (``count(path, status)``).
 
     On the loopback it answers to the names of this machine alone: a page of another site, whose
-    name was made to stand for 127.0.0.1, cannot use it.
+    name was made to stand for 127.0.0.1, cannot use it. Nor can one that says where it is from
+    (``Origin``), unless it is let. An answer that nobody waits for any more counts as ``LEFT``.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeOptions, count: Count) -> None:
@@ -39,23 +42,38 @@ class Gate:
             await self._app(scope, receive, send)
             return
 
+        left = False
+
+        async def watched() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or message["type"] == "http.disconnect"
+            return message
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._count(scope["path"], message["status"])
+                self._count(scope["path"], LEFT if left else message["status"])
             await send(message)
 
         try:
             self._check(scope)
         except Problem as problem:
-            await problem.response()(scope, receive, counted)
+            await problem.response()(scope, watched, counted)
             return
-        await self._app(scope, receive, counted)
+        await self._app(scope, watched, counted)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._settings.loopback and not is_loopback(host_of(headers.get("host", ""))):
             raise Problem(
                 403, f"the server has not the name {headers.get('host', '')!r}", code="wrong_host"
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._lets(origin, headers.get("host", "")):
+            raise Problem(
+                403,
+                f"pages of {origin!r} may not ask here; the server's --cors-origin lets one",
+                code="wrong_origin",
             )
         key = self._settings.api_key
         if key is None or scope["path"] in OPEN:
@@ -69,6 +87,12 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    def _lets(self, origin: str, host: str) -> bool:
+        """Whether a page from there may ask: the server's own, or one that the settings name."""
+        scheme, _, place = origin.partition("://")
+        own = scheme in ("http", "https") and place != "" and place.lower() == host.lower()
+        return own or not {origin, "*"}.isdisjoint(self._settings.cors_origins)
 
 
 def host_of(header: str) -> str:

@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse
 from specrun.serve.replies import Served
 from specrun.serve.settings import ServeOptions
 
+LONGEST = 512  # tokens of an answer, where neither the server nor the checkpoint wants fewer
 FILE = Path(__file__).parent / "page.html"
 
 
@@ -45,7 +46,17 @@ def _config(served: Served, settings: ServeOptions) -> dict[str, Any]:
         "chat": engine.chat_template is not None,
         "thinking": response is not None and response.thinking is not None,
         "key": settings.api_key is not None,
+        "longest": _longest(served, settings),
     }
+
+
+def _longest(served: Served, settings: ServeOptions) -> int:
+    """What the page asks for by itself: one answer must not fill the context, as each question
+    goes with the whole conversation."""
+    if settings.max_new_tokens is not None:
+        return settings.max_new_tokens
+    own: int = served.engine.manifest.generation.defaults.get("max_new_tokens", LONGEST)
+    return min(LONGEST, own)
 
 
 def _policy(text: str) -> str:

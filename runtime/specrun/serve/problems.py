@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,11 @@ from specrun.reading import printable
 MAX_MESSAGE = 2000  # characters: a message may show what the request held
 
 # Fields of requests under the names of OpenAI, by those that our own messages begin with.
-FIELDS = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
+FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "json_schema": "response_format",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+}
 
 
 class Problem(Exception):
@@ -78,13 +83,21 @@ def shutting_down() -> Problem:
     return Problem(503, "the server is shutting down", code="shutting_down")
 
 
+def _hint(error: SpecrunError) -> str:
+    """The ways out that a client has: those of a command line are none of a request."""
+    clauses = (error.hint or "").split(", or ")
+    if isinstance(error, UsageError):
+        clauses = list(itertools.takewhile(lambda clause: "--" not in clause, clauses))
+    return ", or ".join(clauses)
+
+
 def of(error: BaseException, *, prompt: str) -> Problem:
     """What a client is told of ``error``. ``prompt``: the field that holds the prompt."""
     if isinstance(error, Problem):
         return error
     message = str(error)
-    if isinstance(error, SpecrunError) and error.hint:
-        message = f"{message} (hint: {error.hint})"
+    if isinstance(error, SpecrunError) and (hint := _hint(error)):
+        message = f"{message} (hint: {hint})"
     if isinstance(error, QueueFull):
         seconds = {"Retry-After": str(error.retry_after)}
         return Problem(429, message, code="queue_full", headers=seconds)

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.types import Receive
 
+from specrun.errors import UsageError
 from specrun.pool import Ask, Ended, Event, Pool, Ticket
 from specrun.serve.asks import Asks, Wish
 from specrun.serve.bodies import Common
 from specrun.serve.metrics import Metrics
+from specrun.serve.problems import of
 
 
 class Run:
@@ -82,7 +84,10 @@ class Desk:
 
     async def begin(self, body: Common) -> Run:
         """Raises Problem, UsageError, ContextFull or QueueFull."""
-        self._pool.check_room(body.count)  # before any work
+        try:
+            self._pool.check_room(body.count)  # before any work
+        except UsageError as error:
+            raise of(error, prompt="n") from error
         loop = asyncio.get_running_loop()
         wishes = await loop.run_in_executor(self._thread, self._asks.wishes, body)
         run = Run(wishes)
