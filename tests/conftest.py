@@ -7,13 +7,14 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import needs
 import pytest
 import toys
 
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
     from specrun.manifest import Precision
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    with needs.integer_products():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    with needs.integer_products():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,13 +145,16 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def exported_pair(once: Callable[..., Path]) -> Callable[..., Exported]:
-    """``exported_pair(pair, precision="fp32")``: a tiny pair, exported at first use."""
+    """``exported_pair(pair, precision="fp32", check=True)``: a tiny pair, exported at first use;
+    ``check``: compared with transformers."""
     import exported  # torch and transformers, which most tests do without
 
-    def make(pair: Pair, precision: Precision = "fp32") -> Exported:
-        name = f"{exported.name_of(pair)}-{precision}"
-        folder = once(name, lambda folder: exported.make(pair, folder, precision))
-        return exported.read(pair, folder)
+    def make(pair: Pair, precision: Precision = "fp32", *, check: bool = True) -> Exported:
+        def export(folder: Path) -> None:
+            exported.make(pair, folder, precision, check=check)
+
+        name = f"{exported.name_of(pair)}-{precision}{'' if check else '-unchecked'}"
+        return exported.read(pair, once(name, export))
 
     return make
 

@@ -78,11 +78,16 @@ class Exported:
 
 
 def make(
-    pair: Pair, folder: Path, precision: Precision = "fp32", options: ExportOptions | None = None
+    pair: Pair,
+    folder: Path,
+    precision: Precision = "fp32",
+    options: ExportOptions | None = None,
+    *,
+    check: bool = True,
 ) -> Exported:
     """Save the checkpoints of ``pair`` under ``folder`` and export them to ``folder / engines``."""
     paths = [tiny_models.save(name, folder) for name in pair if name]
-    options = options or ExportOptions(precision=precision, num_draft=NUM_DRAFT)
+    options = options or ExportOptions(precision=precision, num_draft=NUM_DRAFT, check=check)
     exporter.export(*resolve_pair(*paths), folder / ENGINES, options)
     return read(pair, folder)
 

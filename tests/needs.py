@@ -7,15 +7,20 @@ with the variable ``NEEDS_BROWSER``; elsewhere its tests are skipped where there
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import specrun
 
 EXTRA = "pip install 'specrun[tensorrt-rtx]'"
 DEV = "pip install 'specrun[dev]'"
@@ -51,6 +56,30 @@ def chromium() -> Path:
     if os.environ.get("NEEDS_BROWSER"):
         raise RuntimeError(missing)
     pytest.skip(missing)
+
+
+@contextlib.contextmanager
+def integer_products() -> Iterator[None]:
+    """Skip what opens an engine in w8a8 on a processor that would compute it wrongly.
+
+    There the runtime refuses to (``test_a_processor_without_integer_products``).
+    """
+    if not _overflows():
+        yield
+        return
+    try:
+        yield
+    except specrun.EngineError as error:
+        if "w8a8 needs 8-bit products" in str(error):
+            pytest.skip("w8a8: this processor's 8-bit products overflow")
+        raise
+
+
+@functools.cache
+def _overflows() -> bool:
+    from specrun import ort
+
+    return ort.lacks_integer_products()
 
 
 def _module(name: str, *, everywhere: bool = False) -> Any:

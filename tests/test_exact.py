@@ -415,7 +415,8 @@ def check_bits(made: Exported, width: int) -> None:
 def test_bits(
     exported_pair: Callable[..., Exported], pair: Pair, precision: str, width: int
 ) -> None:
-    check_bits(exported_pair(pair, precision), width)
+    # In half precision two experts may be as good as each other, and transformers takes another.
+    check_bits(exported_pair(pair, precision, check=precision == "fp32"), width)
 
 
 def test_hidden_rows_of_the_prompt(exported_pair: Callable[..., Exported]) -> None:

@@ -60,6 +60,8 @@ SHARING: Pair = ("gemma4-e2b", "assistant-plain")
 CENTROID: Pair = ("gemma4-e2b", "assistant-centroid")
 EXPERTS: Pair = ("gemma4-moe", "assistant-centroid")
 UNCHECKED = ExportOptions(check=False)
+# Products of matrices in pieces: processors differ in how they add up.
+SAME: Any = {"atol": 1e-4, "rtol": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -666,11 +668,11 @@ def test_streamed_reference_is_the_whole_one(pair: Pair, tmp_path: Path) -> None
     drafts = [seen.drafts["mtp-drafter"] for seen in (parts, whole)]
     assert whole.cases == parts.cases and len(drafts[0]) == len(drafts[1]) > 2
     for position, logits in whole.logits.items():
-        np.testing.assert_allclose(parts.logits[position], logits, atol=1e-6, rtol=1e-6)
-    np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-6, rtol=1e-6)
+        np.testing.assert_allclose(parts.logits[position], logits, **SAME)
+    np.testing.assert_allclose(parts.hidden, whole.hidden, **SAME)
     for ours, theirs in zip(*drafts, strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
-        np.testing.assert_allclose(ours.logits, theirs.logits, atol=1e-6, rtol=1e-6)
+        np.testing.assert_allclose(ours.logits, theirs.logits, **SAME)
 
 
 def test_streamed_linear_in_pieces(
@@ -682,7 +684,7 @@ def test_streamed_linear_in_pieces(
     monkeypatch.setattr(streamed, "CHUNK_BYTES", 1 << 8)
     parts = references.compute(llama, [], **options)
     for position, logits in whole.logits.items():
-        np.testing.assert_allclose(parts.logits[position], logits, atol=1e-6, rtol=1e-6)
+        np.testing.assert_allclose(parts.logits[position], logits, **SAME)
 
 
 @pytest.mark.usefixtures("traced_anew")

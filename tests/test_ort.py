@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
@@ -50,3 +51,28 @@ def test_a_file_that_is_no_engine(folder: Path) -> None:
     change(folder, put("files", 0, "sha256", value=entry.sha256))
     with pytest.raises(EngineError, match=r"target\.onnx: does not load"):
         specrun.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "loads"),
+    [("fma avx avx2", False), ("avx2 avx512_vnni", True), ("avx2 avx_vnni", True)],
+)
+def test_a_processor_without_integer_products(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: str, loads: bool
+) -> None:
+    """An engine in w8a8 is refused where ONNX Runtime would compute it wrongly."""
+    change(folder, put("engines", "target", "precision", value="w8a8"))
+    read = Path.read_text
+
+    def cpuinfo(path: Path, *arguments: Any, **options: Any) -> str:
+        told = str(path) == "/proc/cpuinfo"
+        return f"flags : {flags}\n" if told else read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", cpuinfo)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    if loads:
+        specrun.load(folder, verify="engine").close()
+        return
+    with pytest.raises(EngineError, match=r"w8a8 needs 8-bit products .* \(VNNI\)") as caught:
+        specrun.load(folder, verify="engine")
+    assert caught.value.hint == "export with --precision int8 for this machine"
