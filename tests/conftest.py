@@ -160,6 +160,12 @@ def exported_pair(once: Callable[..., Path]) -> Callable[..., Exported]:
 
 
 @pytest.fixture
+def integer_products() -> None:
+    """For tests of the arithmetic of w8a8, which not every processor can do."""
+    needs.integer_arithmetic()
+
+
+@pytest.fixture
 def small_folder(once: Callable[..., Path]) -> Callable[[str], Path]:
     """``small_folder(name)``: the checkpoints and engines of one of small_vocabulary.FOLDERS, or
     else of PAIRS."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+import needs
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -429,6 +430,7 @@ def row_layer(
 @pytest.mark.parametrize("columns", [64, 100])
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.usefixtures("integer_products")
 def test_a_layer_in_rows(count: int, terms: int, columns: int, tmp_path: Path) -> None:
     """Equals the formula in integers nearly to the bit."""
     x, fed = rows_of(count, columns, outliers=True)
@@ -446,6 +448,7 @@ def test_a_layer_in_rows(count: int, terms: int, columns: int, tmp_path: Path) -
 @pytest.mark.parametrize("smoothed", [False, True])
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.usefixtures("integer_products")
 def test_a_rotated_layer(count: int, terms: int, smoothed: bool, tmp_path: Path) -> None:
     """Equals the formula; rotating comes behind smoothing."""
     x, fed = rows_of(count, 64, outliers=True)
@@ -499,6 +502,7 @@ def test_a_rotation_of_no_power_of_two_is_refused() -> None:
         matrix(24)
 
 
+@pytest.mark.usefixtures("integer_products")
 def test_two_terms_lose_much_less(tmp_path: Path) -> None:
     """What activations lose is over 30 times less with a second term."""
     x, fed = rows_of(16, 128, outliers=True)
@@ -795,6 +799,7 @@ def tied_graph(small: Small, ids: ir.Value) -> EngineGraph:
 
 @pytest.mark.parametrize("rotation", [0, 64])
 @pytest.mark.parametrize("smoothed", [False, True])
+@pytest.mark.usefixtures("integer_products")
 def test_a_tied_head_in_rows(smoothed: bool, rotation: int, tmp_path: Path) -> None:
     """Is stored once, and its rows are looked up as columns."""
     small = Small.of(ids := value("ids", [1, "rows"], INT64))
@@ -857,6 +862,8 @@ def externals(path: Path) -> dict[str, ir.ExternalTensor]:
 def test_layers_in_a_loop(precision: Precision, tmp_path: Path) -> None:
     """The steps of a drafter are in the body of a Loop: its layers and tables are no others, and
     what they read stands outside."""
+    if precision == "w8a8":
+        needs.integer_arithmetic()
     small = Small.of(x := value("x", ["batch", 1, 64]), ids := value("ids", ["batch", 1], INT64))
     row = small.lookup(ids, "t.weight", random(40, 64, seed=2), ["batch", 1, 64])
     fed = small.build.op("Add", [x, row], ["batch", 1, 64])
