@@ -21,7 +21,6 @@ from specrun.reading import printable
 
 CARD = "README.md"
 MAX_CARD_BYTES = 1 << 20
-ON_THE_HUB = "https://huggingface.co"
 _MARK = "<!-- specexport wrote this text, sha256 {} -->\n"
 _MARKED = re.compile(r"<!-- specexport wrote this text, sha256 ([0-9a-f]{64}) -->\n\Z")
 _NOT_TOLD = ("file ", "plan ", "note ", "end ids", "generation")  # of what inspect shows
@@ -61,7 +60,7 @@ def text(made: Manifest, licences: Mapping[str, Licence | None]) -> str:
     name = _name(made.target.id)
     body = [
         f"# {name} for speculative decoding",
-        f"Engines of {_linked(made.target.id, made.target.revision)} that `specrun` runs by"
+        f"Engines of {_told(made.target.id, made.target.revision)} that `specrun` runs by"
         " speculative decoding, exported by `specexport`.",
         RUN + (NO_TORCH if made.has_target_engine else TORCH),
         "## What is in it",
@@ -129,7 +128,7 @@ def _licences(licences: Mapping[str, Licence | None]) -> str:
     rows = []
     for source, licence in licences.items():
         told = "not said by the checkpoint" if licence is None else _plain(str(licence))
-        rows.append(f"* {_linked(source)}: {told}")
+        rows.append(f"* {_told(source)}: {told}")
     note = (
         ""
         if _common(licences) is not None
@@ -162,13 +161,13 @@ def _name(source: str) -> str:
     return _plain((hub_id(source) or source.removesuffix("/target")).rpartition("/")[2])
 
 
-def _linked(source: str, revision: str | None = None) -> str:
-    """A checkpoint with a link to where it is, if that is known."""
+def _told(source: str, revision: str | None = None) -> str:
+    """A checkpoint, by its name on the hub if it has one there."""
     found = hub_id(source)
     if found is None:
         return _plain(source)
     at = "" if revision is None else f" at `{_plain(revision)}`"
-    return f"[{found}]({ON_THE_HUB}/{found}){at}"
+    return f"`{found}`{at}"
 
 
 def _plain(value: str) -> str:
