@@ -9,11 +9,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from accessible import violations
 from browser import DESKTOP, PHONE, opened
-from numpy.typing import NDArray
+from colours import BLINDNESS, JUST_SEEN, contrast, distance, of_style, seen
 from serving import LONG, TOY, Serving, serving, until
 from test_serve import THINKING
 from toys import Toy
@@ -381,55 +380,6 @@ def test_a_thought_and_a_folder_without_a_template(browser: Browser, tmp_path: A
 
 # How it looks.
 
-VISION = {
-    # Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as seen without a kind of cone.
-    "all": np.eye(3),
-    "protanopia": np.array(
-        [
-            [0.152286, 1.052583, -0.204868],
-            [0.114503, 0.786281, 0.099216],
-            [-0.003882, -0.048116, 1.051998],
-        ]
-    ),
-    "deuteranopia": np.array(
-        [
-            [0.367322, 0.860646, -0.227968],
-            [0.280085, 0.672501, 0.047413],
-            [-0.011820, 0.042940, 0.968881],
-        ]
-    ),
-    "tritanopia": np.array(
-        [
-            [1.255528, -0.076749, -0.178779],
-            [-0.078411, 0.930809, 0.147602],
-            [0.004733, 0.691367, 0.303900],
-        ]
-    ),
-}
-
-
-def linear(colour: str) -> NDArray[np.float64]:
-    """``rgb(1, 2, 3)`` as linear RGB."""
-    values = np.array([int(digits) for digits in re.findall(r"\d+", colour)[:3]]) / 255
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def lab(rgb: NDArray[np.float64]) -> NDArray[np.float64]:
-    """CIE 1976 L*a*b*, in which distances are about those that people see."""
-    to_xyz = np.array(
-        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    )
-    xyz = to_xyz @ rgb.clip(0, 1) / np.array([0.9505, 1, 1.089])
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-def contrast(one: str, other: str) -> float:
-    """Of WCAG 2: 4.5 and more is readable."""
-    weights = np.array([0.2126, 0.7152, 0.0722])
-    low, high = sorted(float(linear(colour) @ weights) for colour in (one, other))
-    return (high + 0.05) / (low + 0.05)
-
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_that_everybody_can_tell_apart(
@@ -445,13 +395,13 @@ def test_colours_that_everybody_can_tell_apart(
         styles = page.evaluate(style, "textDecorationStyle")
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert len(colours) == 4
-    assert contrast(back, "rgb(255, 255, 255)") < 1.1 or scheme == "dark"
-    for colour in colours:
-        assert contrast(colour, back) >= 4.5
-    for matrix in VISION.values():
-        seen = [lab(matrix @ linear(colour)) for colour in colours]
-        distances = [float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)]
-        assert min(distances) > 25  # 2.3 is just noticeable
+    assert contrast(of_style(back), (1, 1, 1)) < 1.1 or scheme == "dark"
+    shown = [of_style(colour) for colour in colours]
+    for colour in shown:
+        assert contrast(colour, of_style(back)) >= 4.5
+    for kind in BLINDNESS:
+        for one, other in itertools.combinations([seen(colour, kind) for colour in shown], 2):
+            assert distance(one, other) > 25 > 10 * JUST_SEEN
     assert len(set(zip(lines, styles, strict=True))) == 4
 
 

@@ -4,7 +4,6 @@ keyboard, on a phone and on a desktop; colours that are told apart by everybody.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from accessible import violations
 from browser import DESKTOP, PHONE, opened
+from colours import BLINDNESS, JUST_SEEN, Colour, as_style, contrast, distance, of_hex, seen
 from drafting import RightFor
 from test_text import byte_level
 from toys import Toy, scripted
@@ -312,7 +312,7 @@ def test_the_scheme_of_the_system(browser: Browser, made: Path, scheme: str) -> 
     with opened(browser, color_scheme=scheme, reduced_motion="reduce") as page:
         page.goto(made.as_uri())
         style = "getComputedStyle(document.body).backgroundColor"
-        assert page.evaluate(style) == rgb_text(colours(scheme)["page"])
+        assert page.evaluate(style) == as_style(colours(scheme)["page"])
         moves = "getComputedStyle(document.querySelector('button')).transitionDuration"
         assert page.evaluate(moves) == "0s"
 
@@ -320,25 +320,6 @@ def test_the_scheme_of_the_system(browser: Browser, made: Path, scheme: str) -> 
 # Colours, from the style sheet itself.
 
 KINDS = ("accepted", "correction", "bonus", "plain")
-# Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
-BLINDNESS = {
-    "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protanopia": (
-        (0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216),
-        (-0.003882, -0.048116, 1.051998),
-    ),
-    "deuteranopia": (
-        (0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413),
-        (-0.011820, 0.042940, 0.968881),
-    ),
-    "tritanopia": (
-        (1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602),
-        (0.004733, 0.691367, 0.303900),
-    ),
-}  # fmt: skip
-
-JUST_SEEN = 2.3  # of the distance below
-Colour = tuple[float, ...]
 
 
 def colours(scheme: str) -> dict[str, Colour]:
@@ -346,54 +327,7 @@ def colours(scheme: str) -> dict[str, Colour]:
     light, dark = re.findall(r":root \{(.*?)\}", pages._file("page.css"), re.S)[:2]
     text = light if scheme == "light" else light + dark
     found = re.findall(r"--([\w-]+): #([0-9a-f]{6});", text)
-    return {name: linear(value) for name, value in found}
-
-
-def linear(code: str) -> Colour:
-    values = [int(code[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-    return tuple(v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
-
-
-def rgb_text(colour: Colour) -> str:
-    back = (v * 12.92 if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055 for v in colour)
-    return f"rgb({', '.join(str(round(v * 255)) for v in back)})"
-
-
-def seen(colour: Colour, kind: str) -> Colour:
-    rows = BLINDNESS[kind]
-    return tuple(
-        min(1.0, max(0.0, sum(a * b for a, b in zip(row, colour, strict=True)))) for row in rows
-    )
-
-
-def contrast(one: Colour, other: Colour) -> float:
-    """WCAG 2: 1 to 21."""
-    high, low = sorted(
-        (
-            sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), c, strict=True))
-            for c in (one, other)
-        ),
-        reverse=True,
-    )
-    return (high + 0.05) / (low + 0.05)
-
-
-def distance(one: Colour, other: Colour) -> float:
-    """CIE 1976."""
-    return math.dist(lab(one), lab(other))
-
-
-def lab(colour: Colour) -> Colour:
-    rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-    white = (0.9505, 1.0, 1.089)
-    f = [
-        t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116
-        for t in (
-            sum(a * b for a, b in zip(row, colour, strict=True)) / w
-            for row, w in zip(rows, white, strict=True)
-        )
-    ]
-    return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])
+    return {name: of_hex(value) for name, value in found}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from specrun.cancel import EndedEarly
+from specrun.cancel import EarlyEnd, EndedEarly
 from specrun.generation import Generation
 from specrun.judge import TokenLogprob
 from specrun.lane import Lane
@@ -20,25 +20,19 @@ from specrun.result import Result
 from specrun.stopping import FinishReason
 
 
-def in_turn(rows: Sequence[Generator[str, None, Result]]) -> list[Result]:
-    """Run all generations to their ends; the results in the order of ``rows``.
+def in_turn(rows: Sequence[Row]) -> list[Result]:
+    """Run all rows to their ends; the results in the order of ``rows``.
 
-    Pieces of text are in the results. When one raises, the others are closed.
+    When one raises, the others are closed.
     """
-    results: dict[int, Result] = {}
+    running = list(rows)
     try:
-        while len(results) < len(rows):
-            for index, row in enumerate(rows):
-                if index in results:
-                    continue
-                try:
-                    next(row)
-                except StopIteration as stop:
-                    results[index] = stop.value
+        while running:
+            running = [row for row in running if row.step() is not None]
     finally:
         for row in rows:
             row.close()
-    return [results[index] for index in range(len(rows))]
+    return [row.partial for row in rows]
 
 
 class Step(NamedTuple):
@@ -68,12 +62,15 @@ class Rows(Closing):
         self._turn.enter_context(turn)
         self._free: list[Lane] = []
 
-    def add(self, tokens: Sequence[int], request: Request) -> Row:
+    def add(
+        self, tokens: Sequence[int], request: Request, early_end: EarlyEnd | None = None
+    ) -> Row:
         """A row that continues ``tokens``; nothing is run before its first step.
 
-        From any thread. The time-out of the request runs from now on.
+        From any thread. The time-out of the request runs from now on. ``early_end``: shared by
+        several rows, in place of the request's own.
         """
-        return Row(self, list(tokens), request)
+        return Row(self, list(tokens), request, early_end or request.early_end())
 
     def close(self) -> None:
         """Free the lanes and the engine. No row may be at work any more."""
@@ -91,10 +88,12 @@ class Rows(Closing):
 class Row(Closing):
     """One text of several, a round at a time. Closed, or ended, it leaves its lane to others."""
 
-    def __init__(self, rows: Rows, tokens: list[int], request: Request) -> None:
+    def __init__(
+        self, rows: Rows, tokens: list[int], request: Request, early_end: EarlyEnd
+    ) -> None:
         self._rows = rows
         self._tokens = tokens
-        self._early_end = request.early_end()
+        self._early_end = early_end
         self._early_end.start()
         watch = self._watch if request.on_round is None else _both(self._watch, request.on_round)
         self._generation = Generation(

@@ -17,6 +17,7 @@ from specrun.bench_workloads import WORKLOADS
 from specrun.cli_device import cuda_graph_option, device_options
 from specrun.cli_errors import INTERRUPTED, reports_errors
 from specrun.cli_folder import located
+from specrun.cli_options import max_context_option, threads_option
 from specrun.errors import SpecrunError
 from specrun.options import SCHEDULES, EngineOptions
 from specrun.pages import files
@@ -83,8 +84,8 @@ DASHED = {"token_normalize_func": lambda name: name.replace("_", "-")}
     show_default=True,
     help="Timed generations of every method on every workload.",
 )
-@click.option("--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]")
-@click.option("--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all.")
+@threads_option
+@max_context_option
 @device_options
 @cuda_graph_option
 @click.option("--exact", is_flag=True, help="Open the folder in exact mode; see specrun run.")

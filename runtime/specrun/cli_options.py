@@ -168,11 +168,16 @@ _GENERATION: tuple[Decorator, ...] = (
     ),
 )
 
+threads_option = click.option(
+    "--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]"
+)
+max_context_option = click.option(
+    "--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all."
+)
+
 _ENGINE: tuple[Decorator, ...] = (
-    click.option(
-        "--threads", type=int, default=ENGINE.threads, help="[default: the CPUs we may use]"
-    ),
-    click.option("--max-context", type=int, default=ENGINE.max_context, help="Most tokens in all."),
+    threads_option,
+    max_context_option,
     click.option("--prefill-chunk", type=int, default=ENGINE.prefill_chunk, show_default=True),
     device_options,
     cuda_graph_option,

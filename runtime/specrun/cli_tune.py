@@ -11,6 +11,7 @@ import click
 from specrun.cli_device import device_options
 from specrun.cli_errors import reports_errors
 from specrun.cli_folder import located
+from specrun.cli_options import max_context_option, threads_option
 from specrun.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--threads", type=int, default=None, help="[default: the CPUs we may use]")
-@click.option("--max-context", type=int, default=None, help="Most tokens in all.")
+@threads_option
+@max_context_option
 @device_options
 @click.option(
     "--out",

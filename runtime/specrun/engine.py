@@ -400,14 +400,13 @@ class Engine(Closing):
         encoded = [self.encode(prompt, request.options) for prompt in prompts]
         early_end = request.early_end()
 
-        with self.held():
-            rows = []
-            for index, tokens in enumerate(encoded):
-                lane = Lane(self._resources)
-                progress = Progress(lane.target, list(tokens))
-                row = Generation(request.in_batch(index), self._resources, early_end)
-                rows.append(row.run(lane, progress))
-            return in_turn(rows)
+        with self.held(), Rows(self._resources, contextlib.nullcontext()) as rows:
+            return in_turn(
+                [
+                    rows.add(tokens, request.in_batch(index), early_end)
+                    for index, tokens in enumerate(encoded)
+                ]
+            )
 
     def _grammar(self, options: GenerateOptions) -> Grammar | None:
         """What the text must be. Raises UsageError; also without the library for it."""

@@ -42,19 +42,11 @@ def document(
     """
     style = _file("page.css")
     code = _file(script) if script else ""
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"style-src '{_hash(style)}'",
-            f"script-src '{_hash(code)}'" if code else "script-src 'none'",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
+    allowed = policy([style], [code] if code else [])
     head = "\n".join(
         (
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape(allowed)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             '<meta name="referrer" content="no-referrer">',
@@ -69,6 +61,19 @@ def document(
         end += f"<script>{code}</script>\n"
     whole = f'<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n{end}</body>\n</html>'
     return f"<!DOCTYPE html>\n{whole}\n"
+
+
+def policy(styles: Iterable[str], scripts: Iterable[str], *others: str) -> str:
+    """A content security policy that lets in these styles and scripts, by their hashes, and
+    nothing else but what ``others`` say."""
+    rules = (
+        "default-src 'none'",
+        f"script-src {_hashes(scripts)}",
+        f"style-src {_hashes(styles)}",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+    return "; ".join((*rules, *others))
 
 
 def json_text(data: object) -> str:
@@ -147,6 +152,6 @@ def _file(name: str) -> str:
     return resources.files("specrun.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
+def _hashes(texts: Iterable[str]) -> str:
+    digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in texts)
+    return " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests) or "'none'"

@@ -10,7 +10,8 @@ from specrun.judge import TokenLogprob
 from specrun.origin import Origin
 from specrun.response import ResponseReader
 from specrun.response_format import Channel
-from specrun.text import BROKEN, Tokenizer
+from specrun.spelling import names
+from specrun.text import Tokenizer
 
 
 class Part(NamedTuple):
@@ -62,14 +63,7 @@ class Spelling:
         self.of = lru_cache(maxsize=1 << 16)(self._of)
 
     def _of(self, token: int) -> str:
-        """Its text, with the space that it begins with; a special token's name."""
-        name = self._tokenizer.name_of(token) or ""
-        if token in self._tokenizer.special_ids:
-            return name
-        # Behind itself: some decoders take away a space at the beginning.
-        once = self._tokenizer.decode([token])
-        text = self._tokenizer.decode([token, token])[len(once) :]
-        return name if BROKEN in text else text
+        return names(self._tokenizer, [token])[token]
 
     def chat(self, entry: TokenLogprob) -> dict[str, Any]:
         """As in ``choices[].logprobs.content`` of a chat."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
 import re
@@ -12,6 +10,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
+from specrun.pages.html import policy
 from specrun.serve.replies import Served
 from specrun.serve.settings import ServeOptions
 
@@ -61,15 +60,7 @@ def _longest(served: Served, settings: ServeOptions) -> int:
 
 def _policy(text: str) -> str:
     """Only the page's own script and style, by their hashes, and requests to its own server."""
-    scripts = " ".join(_hashes(text, "script"))
-    styles = " ".join(_hashes(text, "style"))
-    return (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self';"
-        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    styles, scripts = (
+        re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S) for tag in ("style", "script")
     )
-
-
-def _hashes(text: str, tag: str) -> list[str]:
-    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
-    digests = (hashlib.sha256(body.encode()).digest() for body in bodies)
-    return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    return policy(styles, scripts, "connect-src 'self'", "img-src data:", "frame-ancestors 'none'")

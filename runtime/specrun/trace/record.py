@@ -18,8 +18,9 @@ from specrun.loop import Round
 from specrun.origin import ORIGINS, Origin, of_round
 from specrun.pages import files
 from specrun.result import Result
+from specrun.spelling import names
 from specrun.stats import Counts, Stats
-from specrun.trace.spans import names, spans
+from specrun.trace.spans import spans
 from specrun.tuning import Machine, this_machine
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
-"""Which part of a text each of its tokens gave, and how a token is written alone."""
+"""Which part of a text each of its tokens gave, and how what cannot be seen is shown."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specrun.text import BROKEN, Detokenizer, Tokenizer
+from specrun.text import Detokenizer, Tokenizer
 
 MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
 
@@ -48,26 +48,6 @@ def _cut(pieces: list[str], text: str) -> list[str]:
     for piece in pieces:
         found.append(piece[:left])
         left -= len(found[-1])
-    return found
-
-
-def names(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
-    """How each token is written alone: its text, else its name in the vocabulary, else ``#id``."""
-    wanted = sorted(set(ids))
-    # Behind another token: alone, some decoders take away the space in front.
-    anchor = tokenizer.encode("a", add_special_tokens=False, parse_special=False)[:1]
-    known = [id_ for id_ in wanted if tokenizer.name_of(id_) is not None]
-    before, *behind = tokenizer.decode_many([anchor, *([*anchor, id_] for id_ in known)])
-    texts = {
-        id_: text[len(before) :]
-        for id_, text in zip(known, behind, strict=True)
-        if text.startswith(before)
-    }
-    found = {}
-    for id_ in wanted:
-        text = texts.get(id_, "")
-        broken = not text or BROKEN in text or id_ in tokenizer.special_ids
-        found[id_] = (tokenizer.name_of(id_) or f"#{id_}") if broken else text
     return found
 
 
