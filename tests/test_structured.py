@@ -106,6 +106,20 @@ def begins(pattern: str, text: Sequence[int]) -> bool:
     return re.fullmatch(BEGINNINGS[pattern], "".join(LETTERS[i] for i in text)) is not None
 
 
+def test_the_next_turn_reads_what_is_new(open_small: OpenSmall) -> None:
+    """With a grammar too: MTP layers keep the rows that they have."""
+    session = open_small(METHODS["mtp"]).session()
+    session.append([*PROMPT, *PROMPT, *PROMPT])
+    options = {"method": "mtp", "eos_token_ids": (END,), "strict": True, "regex": PATTERN}
+    first = session.generate(**options)
+    assert first.stats.prefilled == len(session.tokens) - len(first.tokens)
+    before = len(session.tokens)
+    session.append(PROMPT)
+    second = session.generate(**options)
+    assert second.stats.prefilled < 2 * len(PROMPT) + LENGTH < before
+    assert re.fullmatch(PATTERN, second.text)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_law_is_that_of_plain_constrained_sampling(
     open_small: OpenSmall, small_folder: Callable[[str], Path], method: str

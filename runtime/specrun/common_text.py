@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specrun.drafters.model import common_prefix
 from specrun.text import BROKEN, Tokenizer
 
 MOST_TOKENS = 64  # of one stretch that is spelled in other tokens
@@ -44,10 +45,8 @@ START = Common(0, 0)
 
 def common_ids(have: Sequence[int], want: Sequence[int], at: Common = START) -> Common:
     """The same from ``at`` on, with the same ids."""
-    h, w = at
-    while h < len(have) and w < len(want) and have[h] == want[w]:
-        h, w = h + 1, w + 1
-    return Common(h, w)
+    same = common_prefix(have[at.have :], want[at.want :])
+    return Common(at.have + same, at.want + same)
 
 
 class _Speller:

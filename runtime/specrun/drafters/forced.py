@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from specrun.constraint import Constraint
-from specrun.drafters.base import Drafter, Proposal
+from specrun.drafters.base import Drafter, Proposal, resume
 from specrun.sampling import Sampler
 
 
@@ -39,6 +39,12 @@ class ForcedDrafter:
         """See :class:`Drafter`."""
         self._tokens = list(tokens)
         self._drafter.begin(tokens)
+
+    def resume(self, tokens: Sequence[int], most: int) -> int:
+        """See :class:`specrun.drafters.base.Resuming`."""
+        rows = resume(self._drafter, tokens, most)
+        self._tokens = list(tokens[: rows + 1])
+        return rows
 
     def observe(self, tokens: Sequence[int], hidden: NDArray[Any]) -> None:
         """See :class:`Drafter`."""
