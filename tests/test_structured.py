@@ -110,7 +110,7 @@ def test_the_next_turn_reads_what_is_new(open_small: OpenSmall) -> None:
     """With a grammar too: MTP layers keep the rows that they have."""
     session = open_small(METHODS["mtp"]).session()
     session.append([*PROMPT, *PROMPT, *PROMPT])
-    options = {"method": "mtp", "eos_token_ids": (END,), "strict": True, "regex": PATTERN}
+    options: dict[str, Any] = {"method": "mtp", "eos_token_ids": (END,), "regex": PATTERN}
     first = session.generate(**options)
     assert first.stats.prefilled == len(session.tokens) - len(first.tokens)
     before = len(session.tokens)
